@@ -6,7 +6,7 @@ block, D and Dv key and value dimension, G query heads per kv head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
@@ -46,7 +46,7 @@ class Retention:
         budget: rows kept per stream after `evict`, sinks and recent ones included; at least 1.
         placement: where a kept key is seen: `Absolute()` keeps the position it arrived with.
         cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each.
-        shared_heads: number of consecutive rows that share one kept set (their importance is averaged); 1 = independent.
+        shared_heads: consecutive rows that share one kept set (their importance is averaged); 1 = independent.
         sink: first arrivals of a row that are never evicted.
 
     Raises:
@@ -55,7 +55,7 @@ class Retention:
     """
 
     budget: int = 512
-    placement: Absolute = Absolute()
+    placement: Absolute = field(default_factory=Absolute)
     cadence: str = "block"
     shared_heads: int = 1
     sink: int = 4
@@ -76,6 +76,7 @@ class Retention:
 
 S = TypeVar("S", bound=State)
 S_co = TypeVar("S_co", bound=State, covariant=True)
+S_contra = TypeVar("S_contra", bound=State, contravariant=True)
 
 
 class InitState(Protocol[S_co]):
@@ -102,10 +103,10 @@ class Absorb(Protocol[S]):
         ...
 
 
-class Candidates(Protocol[S]):
+class Candidates(Protocol[S_contra]):
     """`candidates` with the config bound."""
 
-    def __call__(self, state: S) -> tuple[mx.array, mx.array]:
+    def __call__(self, state: S_contra) -> tuple[mx.array, mx.array]:
         """What the block absorbed last attends to: keys [N, n, D] and values [N, n, Dv]."""
         ...
 
@@ -113,9 +114,7 @@ class Candidates(Protocol[S]):
 class Evict(Protocol[S]):
     """`evict` with the config bound."""
 
-    def __call__(
-        self, state: S, *, queries: mx.array | None = None, attention: mx.array | None = None
-    ) -> S:
+    def __call__(self, state: S, *, queries: mx.array | None = None, attention: mx.array | None = None) -> S:
         """Fold the evidence of the block, then free the weakest slots until the budget holds."""
         ...
 
@@ -137,10 +136,10 @@ class Update(Protocol[S]):
         ...
 
 
-class GetKV(Protocol[S]):
+class GetKV(Protocol[S_contra]):
     """`get_kv` with the config bound."""
 
-    def __call__(self, state: S) -> tuple[mx.array, mx.array]:
+    def __call__(self, state: S_contra) -> tuple[mx.array, mx.array]:
         """Kept keys [N, min(n, budget), D] and values [.., Dv] in temporal order."""
         ...
 

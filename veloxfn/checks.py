@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
-__all__ = ["choice", "flag", "instance", "integer", "number", "window"]
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from veloxfn.base import Slots
+
+__all__ = [
+    "array",
+    "attention",
+    "block",
+    "choice",
+    "flag",
+    "floating",
+    "instance",
+    "integer",
+    "no_evidence",
+    "number",
+    "queries",
+    "window",
+]
 
 
 def integer(name: str, value: object, *, low: int) -> None:
@@ -49,3 +68,61 @@ def window(budget: int, sink: int, recent: int) -> None:
             f"sink + recent must be < budget, so that one slot stays evictable; "
             f"got sink={sink} + recent={recent} = {sink + recent}, budget={budget}"
         )
+
+
+def array(name: str, value: object, letters: str, shape: Sequence[int | None]) -> None:
+    """Raise unless `value` is an mx.array of the shape; `letters` names it in the project's letters, None is free."""
+    if not isinstance(value, mx.array):
+        raise TypeError(f"{name} must be an mx.array {letters}, got {type(value).__name__}")
+    fits = value.ndim == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        names = letters.strip("[]").split(", ")
+        wanted = [letter if want is None else str(want) for letter, want in zip(names, shape, strict=True)]
+        raise ValueError(f"{name} must be {letters} = [{', '.join(wanted)}], got {list(value.shape)}")
+
+
+def floating(name: str, dtype: object) -> None:
+    """Raise unless `dtype` is one that keys and values can have."""
+    if dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        raise TypeError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
+
+
+def block(slots: Slots, keys: object, values: object, valid: object) -> None:
+    """Raise unless keys [N, S, D], values [N, S, Dv] and valid [N, S] can be absorbed into `slots`."""
+    rows, _, key_dim = slots.keys.shape
+    array("keys", keys, "[N, S, D]", (rows, None, key_dim))
+    count = cast(mx.array, keys).shape[1]
+    array("values", values, "[N, S, Dv]", (rows, count, slots.values.shape[2]))
+    for name, value, dtype in (("keys", keys, slots.keys.dtype), ("values", values, slots.values.dtype)):
+        if cast(mx.array, value).dtype != dtype:
+            raise TypeError(f"{name} are {cast(mx.array, value).dtype}, but the state holds {dtype}")
+    if valid is not None:
+        array("valid", valid, "[N, S]", (rows, count))
+        if cast(mx.array, valid).dtype != mx.bool_:
+            raise TypeError(f"valid must be bool, got {cast(mx.array, valid).dtype}")
+    if waiting := slots.arrived.shape[1]:
+        raise ValueError(f"evict before the next absorb: a block of {waiting} tokens awaits eviction")
+
+
+def queries(slots: Slots, value: object) -> None:
+    """Raise unless `value` holds the queries [N, G, S, D] of the block that awaits eviction."""
+    rows, count = slots.arrived.shape
+    array("queries", value, "[N, G, S, D]", (rows, None, count, slots.keys.shape[2]))
+    floating("the dtype of queries", cast(mx.array, value).dtype)
+    if cast(mx.array, value).shape[1] == 0:
+        raise ValueError("queries must have at least one head per row, got G = 0")
+
+
+def attention(slots: Slots, value: object) -> None:
+    """Raise unless `value` holds the attention mass [N, n] of the block that awaits eviction."""
+    array("attention", value, "[N, n]", slots.positions.shape)
+    floating("the dtype of attention", cast(mx.array, value).dtype)
+
+
+def no_evidence(method: str, queries: object, attention: object) -> None:
+    """Raise if evidence is given to a method that ranks without it."""
+    for name, value in (("queries", queries), ("attention", attention)):
+        if value is not None:
+            raise ValueError(f"{method} ranks without attention: {name} must be None, got {type(value).__name__}")

@@ -1,0 +1,38 @@
+"""Bind a config to a method's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import mlx.core as mx
+
+from veloxfn import reading
+from veloxfn.base import Policy, Retention, State
+
+__all__ = ["bind"]
+
+S = TypeVar("S", bound=State)
+Pair = tuple[mx.array, mx.array]
+
+
+def bind(
+    config: Retention,
+    init_state: Callable[..., S],
+    absorb: Callable[..., S],
+    evict: Callable[..., S],
+    update_batched: Callable[..., S],
+    get_kv: Callable[..., Pair] = reading.get_kv,
+    candidates: Callable[..., Pair] = reading.candidates,
+) -> Policy[S]:
+    """A Policy whose functions are those given with `config` as their first argument."""
+    return Policy(
+        config=config,
+        init_state=partial(init_state, config),
+        absorb=partial(absorb, config),
+        candidates=partial(candidates, config),
+        evict=partial(evict, config),
+        update_batched=partial(update_batched, config),
+        get_kv=partial(get_kv, config),
+    )

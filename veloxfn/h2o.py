@@ -1,0 +1,204 @@
+"""H2O: keep the heavy hitters of accumulated attention, and the recent tokens (Zhang et al. 2023, arXiv 2306.14048).
+
+    mass_j <- decay * mass_j + A[t, j]      for every query t since j arrived, its own included
+    A[t, j] = softmax_j(q_t . k_j / sqrt(D)), mean over the query heads of a kv head
+    importance_j = mass_j,  or mass_j / (seen - position_j) with age_normalised
+
+Claims: split invariant with cadence "token"; not with cadence "block", where a block is scored before it is evicted.
+Before the first eviction, with decay 1 and true queries, the masses of a row sum to its number of queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from veloxfn import cadence, checks, slots
+from veloxfn.base import Policy, Retention, Slots
+from veloxfn.binding import bind
+from veloxfn.evidence import arrival_keys, attention_mass
+from veloxfn.reading import get_kv
+from veloxfn.retention import retire
+
+__all__ = ["Config", "State", "absorb", "evict", "get_kv", "init_state", "policy", "update_batched"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Retention):
+    """Settings of H2O.
+
+    Args:
+        recent: last arrivals that are protected; None = min(budget // 2, budget - sink - 1), the paper's half.
+        decay: what a query keeps of the mass before it, in [0, 1]; 1 is the paper.
+        age_normalised: rank by mass per query that has seen the slot (observed attention); better where a prompt
+            arrives in blocks, since plain sums favour the old. Needs decay = 1.
+        query_source: "true" ranks by the queries (or attention) passed to `evict`. "key_proxy" takes the arriving keys
+            for queries over the slots before them; on a trained model it ranks worse than chance.
+
+    With plain sums, recent = 0 and "key_proxy" every arrival starts weakest: the first rows are kept for ever.
+
+    Raises:
+        ValueError: a number outside its range, sink + recent >= budget, or age_normalised with decay != 1.
+    """
+
+    recent: int | None = None
+    decay: float = 1.0
+    age_normalised: bool = False
+    query_source: str = "true"
+
+    @property
+    def recent_rows(self) -> int:
+        """Last arrivals that are protected."""
+        default = min(self.budget // 2, self.budget - self.sink - 1)
+        return default if self.recent is None else self.recent
+
+    def __post_init__(self) -> None:
+        """Validate the settings."""
+        super().__post_init__()
+        if self.recent is not None:
+            checks.integer("recent", self.recent, low=0)
+        checks.window(self.budget, self.sink, self.recent_rows)
+        checks.number("decay", self.decay, low=0.0, high=1.0)
+        checks.flag("age_normalised", self.age_normalised)
+        checks.choice("query_source", self.query_source, ("true", "key_proxy"))
+        if self.age_normalised and self.decay != 1.0:
+            raise ValueError(f"age_normalised=True needs decay=1, got decay={self.decay}")
+
+
+class State(NamedTuple):
+    """Slots and the attention each has received."""
+
+    slots: Slots
+    mass: mx.array  # [N, n] float32
+
+
+def init_state(
+    config: Config,
+    rows: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    dtype: mx.Dtype = mx.float16,
+    streams: mx.array | None = None,
+) -> State:
+    """An empty state of `rows` streams with keys of `key_dim` and values of `value_dim` (default key_dim).
+
+    Args:
+        config: settings.
+        rows: N, normally batch x kv heads.
+        key_dim: D.
+        value_dim: Dv.
+        dtype: of keys and values: float32, float16 or bfloat16.
+        streams: [N] names of the noise streams, see `veloxfn.streams`; None = 0 .. N-1.
+
+    >>> import mlx.core as mx
+    >>> config = Config(budget=8)
+    >>> state = init_state(config, rows=2, key_dim=4, dtype=mx.float32)
+    >>> x = mx.ones((2, 20, 4))
+    >>> state = update_batched(config, state, x, x, queries=x[:, None])
+    >>> slots.kept_positions(state)[0].tolist()
+    [0, 1, 2, 3, 4, 17, 18, 19]
+    """
+    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams)
+    return State(slots=base, mass=mx.zeros(base.positions.shape, mx.float32))
+
+
+def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
+    """Write a block; nothing is lost until `evict`.
+
+    Args:
+        config: settings.
+        state: a state whose last block was evicted.
+        keys: [N, S, D] in the state's dtype, as the model's attention sees them.
+        values: [N, S, Dv].
+        valid: [N, S] bool, False = padded arrival, which is not stored and not counted; None = all valid.
+
+    Raises:
+        ValueError: a wrong shape, or the last block was not evicted.
+        TypeError: another dtype than the state's.
+    """
+    base = slots.append(state.slots, keys, values, valid, budget=config.budget)
+    return State(slots=base, mass=slots.arrive(base, state.mass, 0.0))
+
+
+def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
+    """Add the block's attention to the masses, then free the weakest slots until the budget holds.
+
+    Args:
+        config: settings.
+        state: a state after `absorb`; with S = 0 it is returned as it is.
+        queries: [N, G, S, D] of the block, G query heads per row; required with query_source "true" unless
+            `attention` is given.
+        attention: [N, n] instead: weights of the block's queries, summed over the queries, averaged over the heads,
+            in the slot order of `candidates`. For S > 1 only with decay = 1 and cadence "block".
+
+    Raises:
+        ValueError: missing or contradicting evidence, or a wrong shape.
+    """
+    count = state.slots.arrived.shape[1]
+    if count == 0:
+        return state
+    _check_evidence(config, state, queries, attention)
+    if config.cadence == "token" and count > 1:
+        return cadence.replay(partial(update_batched, config), config, state, queries)
+    base, mass = state.slots, state.mass
+    if config.decay != 1.0:
+        valid = (base.arrived >= 0).sum(axis=1, keepdims=True)
+        mass = mass * mx.power(mx.array(config.decay, mx.float32), valid.astype(mx.float32))
+    if attention is not None:
+        mass = mass + attention.astype(mx.float32)
+    else:
+        own = config.query_source == "true"
+        asked = arrival_keys(base)[:, None] if queries is None else queries
+        mass = mass + attention_mass(base, asked, decay=config.decay, own=own)
+    return retire(State(slots=base, mass=mass), _importance(config, base, mass), config)
+
+
+def _importance(config: Config, base: Slots, mass: mx.array) -> mx.array:
+    if not config.age_normalised:
+        return mass
+    age = base.seen[:, None] - base.positions - (config.query_source == "key_proxy")
+    return mass / mx.maximum(age, 1).astype(mx.float32)
+
+
+def _check_evidence(config: Config, state: State, queries: mx.array | None, attention: mx.array | None) -> None:
+    count = state.slots.arrived.shape[1]
+    if config.query_source == "key_proxy":
+        checks.no_evidence('h2o with query_source="key_proxy"', queries, attention)
+    elif (queries is None) == (attention is None):
+        given = "neither" if queries is None else "both"
+        raise ValueError(
+            f"h2o ranks by attention: pass queries [N, G, S, D] or attention [N, n] of the block, got {given} "
+            f'(query_source="key_proxy" ranks by keys instead)'
+        )
+    elif queries is not None:
+        checks.queries(state.slots, queries)
+    else:
+        checks.attention(state.slots, attention)
+        if count > 1 and (config.decay != 1.0 or config.cadence == "token"):
+            raise ValueError(
+                f"attention= sums over the block: with S = {count} > 1 it needs decay=1 and cadence='block', "
+                f"got decay={config.decay}, cadence={config.cadence!r}"
+            )
+
+
+def update_batched(
+    config: Config,
+    state: State,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    attention: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> State:
+    """`evict` after `absorb`, arguments and errors as there."""
+    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
+
+
+def policy(config: Config) -> Policy[State]:
+    """The functions of this module with `config` bound."""
+    return bind(config, init_state, absorb, evict, update_batched, get_kv)

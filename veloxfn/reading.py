@@ -1,0 +1,64 @@
+"""Reading a state: what the current block attends to, and what is kept."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxfn.base import Retention, State
+from veloxfn.evidence import arrival_positions, visible_to
+from veloxfn.slots import ordered
+
+__all__ = ["candidate_mask", "candidates", "get_kv", "next_position"]
+
+
+def candidates(config: Retention, state: State) -> tuple[mx.array, mx.array]:
+    """What the block absorbed last attends to: everything kept before it and the whole block.
+
+    Slots are in no temporal order, but all kept ones are older than the block and its tokens come last, in order (a
+    single token at full budget: anywhere). So lower-right causal masking is exact, and no mask for one token; with
+    padding use `candidate_mask`.
+
+    Args:
+        config: the method's config.
+        state: a state after `absorb`; after `evict` the result is `get_kv`'s.
+
+    Returns:
+        keys [N, n, D] and values [N, n, Dv].
+    """
+    slots = state.slots
+    if slots.arrived.shape[1] == 0:
+        return get_kv(config, state)
+    length = slots.positions.shape[1]
+    if length == slots.keys.shape[1]:
+        return slots.keys, slots.values
+    return slots.keys[:, :length], slots.values[:, :length]
+
+
+def candidate_mask(config: Retention, state: State) -> mx.array:
+    """Which candidates each arrival of the block sees: live slots that are not later than itself.
+
+    Returns:
+        [N, S, n] bool in the slot order of `candidates`; all False for a padded arrival, whose output is to be ignored.
+    """
+    return visible_to(state.slots, arrival_positions(state.slots))
+
+
+def get_kv(config: Retention, state: State) -> tuple[mx.array, mx.array]:
+    """Kept keys and values in temporal order.
+
+    Returns:
+        keys [N, min(n, budget), D] and values [N, min(n, budget), Dv], zeros in front where a row holds fewer tokens;
+        `kept_positions` names the rows. With a block awaiting eviction nothing has been lost yet: all n slots.
+    """
+    slots = state.slots
+    index, positions = ordered(slots)
+    live = (positions >= 0)[..., None]
+    keys, values = (
+        mx.where(live, mx.take_along_axis(buffer, index[..., None], axis=1), 0) for buffer in (slots.keys, slots.values)
+    )
+    return keys, values
+
+
+def next_position(config: Retention, state: State) -> mx.array:
+    """Position, in the model's rotary embedding, of each row's next token: [N] int32."""
+    return state.slots.seen

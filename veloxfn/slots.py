@@ -1,0 +1,305 @@
+"""Pure operations on slots: create, append, order, take and join rows.
+
+A state is a NamedTuple with `slots` first, then per-slot columns (slot axis last), then an optional nested `row` of
+per-row leaves; every leaf has the leading axis N. The functions here move all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import mlx.core as mx
+
+from veloxfn import checks
+from veloxfn.base import Slots, State
+
+__all__ = [
+    "append",
+    "arrive",
+    "concat_rows",
+    "empty",
+    "gather_slots",
+    "kept_positions",
+    "map_columns",
+    "ordered",
+    "settle",
+    "streams",
+    "take_rows",
+    "with_slots",
+]
+
+S = TypeVar("S", bound=State)
+
+
+def streams(batch: int, heads: int, layer: int = 0) -> mx.array:
+    """Name the noise streams of one layer: layer * 65536 + head, the same for every sequence of a batch.
+
+    Args:
+        batch: sequences.
+        heads: kv heads, at most 65536.
+        layer: index of the layer.
+
+    Returns:
+        [batch * heads] uint32, sequence by sequence.
+
+    >>> streams(2, 3, layer=1).tolist()
+    [65536, 65537, 65538, 65536, 65537, 65538]
+    """
+    checks.integer("batch", batch, low=1)
+    checks.integer("heads", heads, low=1)
+    checks.integer("layer", layer, low=0)
+    if heads > 65536 or layer > 65535:
+        raise ValueError(f"streams holds up to 65536 heads and layers, got heads={heads}, layer={layer}")
+    return mx.tile(mx.arange(heads, dtype=mx.uint32) + layer * 65536, batch)
+
+
+def empty(
+    budget: int,
+    rows: int,
+    key_dim: int,
+    value_dim: int | None,
+    dtype: mx.Dtype,
+    streams: mx.array | None,
+) -> Slots:
+    """Slots of `rows` streams that have seen nothing, with room for budget + 1 tokens each."""
+    checks.integer("rows", rows, low=1)
+    checks.integer("key_dim", key_dim, low=1)
+    value_dim = key_dim if value_dim is None else value_dim
+    checks.integer("value_dim", value_dim, low=0)
+    checks.floating("dtype", dtype)
+    if streams is None:
+        streams = mx.arange(rows, dtype=mx.uint32)
+    checks.array("streams", streams, "[N]", (rows,))
+    if not mx.issubdtype(streams.dtype, mx.integer):
+        raise TypeError(f"streams must be integers, got {streams.dtype}")
+    return Slots(
+        keys=mx.zeros((rows, budget + 1, key_dim), dtype),
+        values=mx.zeros((rows, budget + 1, value_dim), dtype),
+        positions=mx.zeros((rows, 0), mx.int32),
+        arrived=mx.zeros((rows, 0), mx.int32),
+        seen=mx.zeros((rows,), mx.int32),
+        streams=streams.astype(mx.uint32),
+    )
+
+
+def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | None, *, budget: int) -> Slots:
+    """Write a block of arrivals; nothing is lost.
+
+    While the buffer has room the block goes behind the last slot. A buffer whose slots are all taken has a free slot in
+    every row: the first arrival goes there, in place, and the others behind the last slot. A padded arrival leaves its
+    slot free.
+
+    Args:
+        slots: slots whose last block was evicted.
+        keys: [N, S, D] in the dtype of the slots.
+        values: [N, S, Dv] likewise.
+        valid: [N, S] bool, False = padded; None = all valid.
+        budget: rows that the caller keeps; the buffer grows to budget + 1 rows where it is smaller.
+
+    Returns:
+        Slots with `arrived` [N, S].
+
+    Raises:
+        ValueError: a wrong shape, or a block absorbed earlier was not evicted yet.
+        TypeError: a dtype other than the slots'.
+    """
+    checks.block(slots, keys, values, valid)
+    rows, count, _ = keys.shape
+    if count == 0:
+        return slots
+    length, room = slots.positions.shape[1], max(slots.keys.shape[1], budget + 1)
+    if valid is None:
+        positions = slots.seen[:, None] + mx.arange(count, dtype=mx.int32)
+        seen = slots.seen + count
+    else:
+        keys, values = mx.where(valid[..., None], keys, 0), mx.where(valid[..., None], values, 0)
+        after = slots.seen[:, None] + mx.cumsum(valid.astype(mx.int32), axis=1)
+        positions, seen = mx.where(valid, after - 1, -1), after[:, -1]
+    full = length == slots.keys.shape[1] and length + count > room
+    buffers = ((slots.keys, keys), (slots.values, values))
+    if full:
+        free = mx.argmin(slots.positions, axis=1, keepdims=True)
+        tail = mx.broadcast_to(mx.arange(length, length + count - 1, dtype=mx.int32), (rows, count - 1))
+        arrived = mx.concatenate([free.astype(mx.int32), tail], axis=1)
+        stored = [
+            _behind(mx.put_along_axis(buffer, free[..., None], fresh[:, :1], axis=1), fresh[:, 1:])
+            for buffer, fresh in buffers
+        ]
+    else:
+        arrived = mx.broadcast_to(mx.arange(length, length + count, dtype=mx.int32), (rows, count))
+        stored = [_write(buffer, fresh, length, room) for buffer, fresh in buffers]
+    arrived = arrived if valid is None else mx.where(valid, arrived, -1)
+    positions = _extended(slots.positions, arrived, positions, in_place=full)
+    return Slots(stored[0], stored[1], positions, arrived, seen, slots.streams)
+
+
+def _behind(column: mx.array, fresh: mx.array) -> mx.array:
+    """`fresh` [N, m, ..] behind `column` [N, n, ..]; the column itself, not a copy, where m = 0."""
+    return mx.concatenate([column, fresh], axis=1) if fresh.shape[1] else column
+
+
+def _write(buffer: mx.array, fresh: mx.array, start: int, room: int) -> mx.array:
+    """`fresh` at rows start .. of the buffer, or of a larger one where it does not fit."""
+    rows, size, dim = buffer.shape
+    if start + fresh.shape[1] > room:
+        return mx.concatenate([buffer[:, :start], fresh], axis=1)
+    if size < room:
+        buffer = mx.concatenate([buffer, mx.zeros((rows, room - size, dim), buffer.dtype)], axis=1)
+    return mx.slice_update(buffer, fresh, mx.array([start]), axes=(1,))
+
+
+def arrive(slots: Slots, column: mx.array, fresh: mx.array | float) -> mx.array:
+    """Extend a per-slot column by the arrivals of `slots`.
+
+    Args:
+        slots: what `append` returned.
+        column: [N, .., n] of the state before.
+        fresh: the arrivals' entries, broadcast to [N, .., S].
+
+    Returns:
+        [N, .., n'] for the slots of now.
+    """
+    count = slots.arrived.shape[1]
+    in_place = slots.positions.shape[1] - column.shape[-1] < count
+    fresh = mx.broadcast_to(mx.array(fresh, column.dtype), (*column.shape[:-1], count))
+    return _extended(column, slots.arrived, fresh, in_place=in_place)
+
+
+def _extended(column: mx.array, arrived: mx.array, fresh: mx.array, *, in_place: bool) -> mx.array:
+    """`fresh` [N, .., S] behind `column` [N, .., n]; with `in_place` its first entry at slot arrived[:, 0]."""
+    if in_place:
+        first = arrived[:, 0].reshape(arrived.shape[0], *(1,) * (column.ndim - 1))
+        column = mx.where(mx.arange(column.shape[-1]) == first, fresh[..., :1], column)
+        fresh = fresh[..., 1:]
+    return mx.concatenate([column, fresh], axis=-1) if fresh.shape[-1] else column
+
+
+def with_slots(state: S, slots: Slots) -> S:
+    """The same state over other slots."""
+    return _replace(state, slots=slots)
+
+
+def settle(state: S) -> S:
+    """The same state with no block awaiting eviction."""
+    slots = state.slots
+    return with_slots(state, slots._replace(arrived=mx.zeros((slots.arrived.shape[0], 0), mx.int32)))
+
+
+def gather_slots(state: S, keep: mx.array) -> S:
+    """Keep the slots `keep` [N, m] int32 in that order, for keys, values, positions and every column."""
+    slots = state.slots
+    rows, size, _ = slots.keys.shape
+    flat = (keep + mx.arange(rows, dtype=mx.int32)[:, None] * size).reshape(-1)
+
+    def pick(buffer: mx.array) -> mx.array:
+        return buffer.reshape(rows * size, buffer.shape[2])[flat].reshape(*keep.shape, buffer.shape[2])
+
+    def select(column: mx.array) -> mx.array:
+        index = keep.reshape(rows, *(1,) * (column.ndim - 2), keep.shape[1])
+        return mx.take_along_axis(column, mx.broadcast_to(index, (*column.shape[:-1], keep.shape[1])), axis=-1)
+
+    slots = slots._replace(keys=pick(slots.keys), values=pick(slots.values), positions=select(slots.positions))
+    return map_columns(select, with_slots(state, slots))
+
+
+def map_columns(function: Callable[[mx.array], mx.array], state: S) -> S:
+    """Apply `function` to every per-slot column of a state beside `slots`; `row` stays."""
+    names = [name for name in _fields(state) if name not in ("slots", "row")]
+    return _replace(state, **{name: function(getattr(state, name)) for name in names})
+
+
+def ordered(slots: Slots) -> tuple[mx.array, mx.array]:
+    """Slots in temporal order, free ones first.
+
+    Returns:
+        index [N, m] and positions [N, m] int32, m = n with a block awaiting eviction, else min(n, budget).
+    """
+    length, size = slots.positions.shape[1], slots.keys.shape[1]
+    kept = length if slots.arrived.shape[1] else min(length, size - 1)
+    index = mx.argsort(slots.positions, axis=1)[:, length - kept :]
+    return index, mx.take_along_axis(slots.positions, index, axis=1)
+
+
+def kept_positions(state: State) -> mx.array:
+    """Arrival index of each kept token, in the order of `get_kv`.
+
+    Returns:
+        [N, min(n, budget)] int32, increasing; -1 in front where a row holds fewer tokens. With a block awaiting
+        eviction nothing has been lost yet and all n slots are named.
+    """
+    return ordered(state.slots)[1]
+
+
+def take_rows(state: S, indices: mx.array) -> S:
+    """The rows `indices` [M] int of a state, in that order (repeats allowed): beam search, batch filtering.
+
+    Raises:
+        ValueError: indices of another rank.
+        TypeError: indices that are not integers.
+    """
+    checks.array("indices", indices, "[M]", (None,))
+    if not mx.issubdtype(indices.dtype, mx.integer):
+        raise TypeError(f"indices must be integers, got {indices.dtype}")
+    return cast(S, _map_leaves(lambda leaf: leaf[indices], state))
+
+
+def concat_rows(first: S, second: S) -> S:
+    """The rows of `first`, then those of `second`: two states of one method and budget, both evicted.
+
+    Columns are padded with free slots to the longer of the two.
+
+    Raises:
+        ValueError: a block awaits eviction, or budgets, dimensions or columns differ.
+        TypeError: states of different methods or dtypes.
+    """
+    if type(first) is not type(second):
+        raise TypeError(f"states of one method are joined, got {type(first)} and {type(second)}")
+    for state in (first, second):
+        if count := state.slots.arrived.shape[1]:
+            raise ValueError(f"evict before joining rows: a block of {count} tokens awaits eviction")
+    for name in ("keys", "values"):
+        a, b = getattr(first.slots, name), getattr(second.slots, name)
+        if a.dtype != b.dtype:
+            raise TypeError(f"{name} of both states must share a dtype, got {a.dtype} and {b.dtype}")
+        if a.shape[1:] != b.shape[1:]:
+            raise ValueError(
+                f"{name} of both states must agree in [C, D], got {list(a.shape[1:])} and {list(b.shape[1:])}"
+            )
+    length = max(first.slots.positions.shape[1], second.slots.positions.shape[1])
+    return cast(
+        S, _zip_leaves(lambda a, b: mx.concatenate([a, b], axis=0), _padded(first, length), _padded(second, length))
+    )
+
+
+def _padded(state: S, length: int) -> S:
+    """A state whose columns are extended to `length` by free slots."""
+    missing = length - state.slots.positions.shape[1]
+    if missing == 0:
+        return state
+
+    def pad(column: mx.array, value: int = 0) -> mx.array:
+        return mx.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, missing)], constant_values=value)
+
+    slots = state.slots._replace(positions=pad(state.slots.positions, -1))
+    return map_columns(pad, with_slots(state, slots))
+
+
+def _fields(state: State) -> tuple[str, ...]:
+    return cast(tuple[str, ...], cast(Any, state)._fields)
+
+
+def _replace(state: S, **leaves: Any) -> S:
+    return cast(S, cast(Any, state)._replace(**leaves))
+
+
+def _map_leaves(function: Callable[[mx.array], mx.array], tree: Any) -> Any:
+    if isinstance(tree, mx.array):
+        return function(tree)
+    return type(tree)(*(_map_leaves(function, leaf) for leaf in tree))
+
+
+def _zip_leaves(function: Callable[[mx.array, mx.array], mx.array], first: Any, second: Any) -> Any:
+    if isinstance(first, mx.array):
+        return function(first, second)
+    return type(first)(*(_zip_leaves(function, a, b) for a, b in zip(first, second, strict=True)))

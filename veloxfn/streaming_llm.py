@@ -1,0 +1,125 @@
+"""StreamingLLM: keep the attention sinks and the most recent tokens (Xiao et al. 2023, arXiv 2309.17453).
+
+    kept = the first `sink` arrivals and the last budget - sink
+
+Claims: path independent, content independent; both cadences are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from veloxfn import checks, slots
+from veloxfn.base import Policy, Retention, Slots
+from veloxfn.binding import bind
+from veloxfn.reading import get_kv
+from veloxfn.retention import retire
+
+__all__ = ["Config", "State", "absorb", "evict", "get_kv", "init_state", "policy", "update_batched"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Retention):
+    """Settings of StreamingLLM: `sink=0` is the sliding window.
+
+    Raises:
+        ValueError: a number outside its range, or sink >= budget.
+    """
+
+    def __post_init__(self) -> None:
+        """Validate the settings."""
+        super().__post_init__()
+        checks.window(self.budget, self.sink, 0)
+
+
+class State(NamedTuple):
+    """Slots alone: positions say all."""
+
+    slots: Slots
+
+
+def init_state(
+    config: Config,
+    rows: int,
+    key_dim: int,
+    value_dim: int | None = None,
+    *,
+    dtype: mx.Dtype = mx.float16,
+    streams: mx.array | None = None,
+) -> State:
+    """An empty state of `rows` streams with keys of `key_dim` and values of `value_dim` (default key_dim).
+
+    Args:
+        config: settings.
+        rows: N, normally batch x kv heads.
+        key_dim: D.
+        value_dim: Dv.
+        dtype: of keys and values: float32, float16 or bfloat16.
+        streams: [N] names of the noise streams, see `veloxfn.streams`; None = 0 .. N-1.
+
+    >>> import mlx.core as mx
+    >>> config = Config(budget=5, sink=2)
+    >>> state = init_state(config, rows=1, key_dim=2, dtype=mx.float32)
+    >>> state = update_batched(config, state, mx.ones((1, 9, 2)), mx.ones((1, 9, 2)))
+    >>> slots.kept_positions(state).tolist()
+    [[0, 1, 6, 7, 8]]
+    """
+    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams))
+
+
+def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
+    """Write a block; nothing is lost until `evict`.
+
+    Args:
+        config: settings.
+        state: a state whose last block was evicted.
+        keys: [N, S, D] in the state's dtype.
+        values: [N, S, Dv].
+        valid: [N, S] bool, False = padded arrival, which is not stored and not counted; None = all valid.
+
+    Raises:
+        ValueError: a wrong shape, or the last block was not evicted.
+        TypeError: another dtype than the state's.
+    """
+    return State(slots=slots.append(state.slots, keys, values, valid, budget=config.budget))
+
+
+def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
+    """Free the oldest slots behind the sinks until the budget holds.
+
+    Args:
+        config: settings.
+        state: a state after `absorb`; with S = 0 it is returned as it is.
+        queries: must be None, as positions need no attention.
+        attention: must be None.
+
+    Raises:
+        ValueError: queries or attention are given.
+    """
+    checks.no_evidence("streaming_llm", queries, attention)
+    if state.slots.arrived.shape[1] == 0:
+        return state
+    # All equal: ties lose oldest first.
+    return retire(state, mx.zeros(state.slots.positions.shape, mx.float32), config)
+
+
+def update_batched(
+    config: Config,
+    state: State,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    queries: mx.array | None = None,
+    attention: mx.array | None = None,
+    valid: mx.array | None = None,
+) -> State:
+    """`evict` after `absorb`, arguments and errors as there."""
+    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
+
+
+def policy(config: Config) -> Policy[State]:
+    """The functions of this module with `config` bound."""
+    return bind(config, init_state, absorb, evict, update_batched, get_kv)
