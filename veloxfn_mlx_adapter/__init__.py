@@ -1,0 +1,37 @@
+"""veloxfn for mlx_lm: eviction caches for `generate`, `stream_generate` and whatever else takes a prompt cache.
+
+    import mlx_lm, veloxfn
+    from veloxfn_mlx_adapter import make_prompt_cache
+
+    model, tokenizer = mlx_lm.load(...)
+    policy = veloxfn.policy(veloxfn.h2o.Config(budget=512, age_normalised=True))
+    caches = make_prompt_cache(model, policy)
+    mlx_lm.generate(model, tokenizer, prompt, prompt_cache=caches)
+"""
+
+from __future__ import annotations
+
+try:
+    import mlx_lm as _mlx_lm  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "mlx_lm":
+        raise
+    raise ModuleNotFoundError(
+        "veloxfn_mlx_adapter needs mlx-lm, which is not installed; run: pip install 'veloxfn[mlx-lm]'", name="mlx_lm"
+    ) from None
+
+from veloxfn_mlx_adapter.cache import EvictingCache
+from veloxfn_mlx_adapter.capture import hook_installed, query_capture, remove_hook
+from veloxfn_mlx_adapter.demo import load_demo
+from veloxfn_mlx_adapter.prompt_cache import LayerDiagnostics, diagnostics, make_prompt_cache
+
+__all__ = [
+    "EvictingCache",
+    "LayerDiagnostics",
+    "diagnostics",
+    "hook_installed",
+    "load_demo",
+    "make_prompt_cache",
+    "query_capture",
+    "remove_hook",
+]
