@@ -8,8 +8,9 @@ from veloxfn.base import Slots
 
 __all__ = ["arrival_keys", "arrival_positions", "attention_mass", "key_norms", "visible_to"]
 
-# Attention weights of one tile, in elements: 32 MB of float32, however long the block is.
-TILE_ELEMENTS = 2**23
+# Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
+_TILE_ELEMENTS = {mx.DeviceType.cpu: 2**19, mx.DeviceType.gpu: 2**24}
+_TILE_QUERIES = 16  # at least: fewer would make a long block's graph large
 
 
 def arrival_positions(slots: Slots) -> mx.array:
@@ -61,7 +62,7 @@ def attention_mass(slots: Slots, queries: mx.array, *, decay: float = 1.0, own: 
     until = when if own else mx.where(when > 0, when - 1, when)
     queries = mx.where((when >= 0)[:, None, :, None], queries.astype(mx.float32) * dim**-0.5, 0)
     keys = slots.keys[:, :length].astype(mx.float32).swapaxes(1, 2)
-    tile = max(1, min(count, TILE_ELEMENTS // (rows * groups * length)))
+    tile = max(_TILE_QUERIES, _TILE_ELEMENTS[mx.default_device().type] // (rows * groups * length))
     mass = mx.zeros((rows, length), mx.float32)
     for start in range(0, count, tile):
         stop = min(start + tile, count)
