@@ -1,0 +1,141 @@
+"""What each method promises beyond the universal laws, as a function of its Config.
+
+A third party states its own: `Claims(...)` handed to the laws, or as the attribute `claims` of the factory that
+`pytest properties --policy package.module:factory` names (a `Claims`, or a callable from Config to `Claims`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from veloxfn import h2o, knorm, streaming_llm
+from veloxfn.base import Retention
+
+__all__ = ["CLAIMS", "Claims", "Worth", "claims_for"]
+
+Worth = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+"""Keys of one row [T, D] -> importance of each token [T], from the token alone (and its place in the row)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """Promises of one policy; the defaults promise nothing beyond the universal laws.
+
+    Args:
+        needs_queries: `evict` must be given queries.
+        takes_queries: `evict` may be given queries; False = it must refuse them.
+        takes_attention: `evict` accepts `attention=`.
+        split_invariant: how arrivals are grouped into blocks does not matter.
+        worth: importance of a token on its own; set, the method claims `global_best`: what is kept is the protected
+            rows plus the best of everything seen.
+        budgets_nest: what budget B keeps, budget B + 1 keeps too.
+        content_independent: keys, values and queries do not influence which positions are kept.
+        exact: decisions on grid-valued keys are exact, ties included; otherwise near ties may part.
+        bit_copies: a kept row is a bit copy of an arrival; False for methods that merge.
+        rows_independent: no row looks at another; False with shared_heads > 1.
+        in_place: a one-token step at full budget touches O(D) bytes per row beyond the scoring product.
+        scores_keys: a step may read all stored keys once, in the scoring product.
+        block_without_loop: the graph of a block does not grow with its tokens.
+        may_freeze: settings under which arrivals are always the weakest.
+        nan_is_weak: a key that holds NaN ends up unimportant; False where keys are not looked at.
+    """
+
+    needs_queries: bool = False
+    takes_queries: bool = True
+    takes_attention: bool = False
+    split_invariant: bool = False
+    worth: Worth | None = None
+    budgets_nest: bool = False
+    content_independent: bool = False
+    exact: bool = False
+    bit_copies: bool = True
+    rows_independent: bool = True
+    in_place: bool = True
+    scores_keys: bool = False
+    block_without_loop: bool = False
+    may_freeze: bool = False
+    nan_is_weak: bool = False
+
+    @property
+    def global_best(self) -> bool:
+        """What is kept is the protected rows plus the best of everything seen."""
+        return self.worth is not None
+
+    @property
+    def path_independent(self) -> bool:
+        """Split invariance and global best together."""
+        return self.split_invariant and self.global_best
+
+
+def _low_norm(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return -np.sqrt((keys**2).sum(axis=-1))
+
+
+def _high_norm(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.sqrt((keys**2).sum(axis=-1))
+
+
+def _age(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return np.arange(len(keys), dtype=np.float64)
+
+
+def _h2o(config: Retention) -> Claims:
+    assert isinstance(config, h2o.Config)
+    true_queries = config.query_source == "true"
+    fades = config.decay <= 0.5  # slower decay leaves an arrival, with one query's worth, the weakest for long
+    return Claims(
+        needs_queries=true_queries,
+        takes_queries=true_queries,
+        takes_attention=true_queries,
+        split_invariant=config.cadence == "token",
+        rows_independent=config.shared_heads == 1,
+        scores_keys=True,
+        block_without_loop=config.cadence == "block",
+        may_freeze=config.recent_rows == 0 and (not true_queries or not (fades or config.age_normalised)),
+        nan_is_weak=True,
+    )
+
+
+def _knorm(config: Retention) -> Claims:
+    assert isinstance(config, knorm.Config)
+    alone = config.recent_rows == 0 and config.shared_heads == 1
+    return Claims(
+        takes_queries=False,
+        split_invariant=config.recent_rows == 0 or config.cadence == "token",
+        worth=(_low_norm if config.keep == "low" else _high_norm) if alone else None,
+        budgets_nest=config.recent_rows == 0,
+        exact=True,
+        rows_independent=config.shared_heads == 1,
+        block_without_loop=config.cadence == "block",
+        nan_is_weak=True,
+    )
+
+
+def _streaming_llm(config: Retention) -> Claims:
+    return Claims(
+        takes_queries=False,
+        split_invariant=True,
+        worth=_age,
+        budgets_nest=True,
+        content_independent=True,
+        exact=True,
+        rows_independent=config.shared_heads == 1,
+        block_without_loop=config.cadence == "block",
+    )
+
+
+CLAIMS: dict[type[Retention], Callable[[Retention], Claims]] = {
+    h2o.Config: _h2o,
+    knorm.Config: _knorm,
+    streaming_llm.Config: _streaming_llm,
+}
+
+
+def claims_for(config: Retention) -> Claims:
+    """The claims of a method of this package; a config of another type claims nothing beyond the universal laws."""
+    stated = CLAIMS.get(type(config))
+    return Claims() if stated is None else stated(config)

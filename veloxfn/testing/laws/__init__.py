@@ -1,0 +1,162 @@
+"""The laws of eviction: plain functions that raise AssertionError and say what was expected and what was found.
+
+    law_budget_holds(policy, stream)          # one policy on one stream
+    law_rows_may_be_reordered(policy, stream, claims)
+
+`claims` may be left out for methods of this package. `UNIVERSAL` lists the laws every policy must obey on any stream,
+`STANDALONE` those that bring their own stream; the laws in `claimed` check themselves whether they are claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from veloxfn.testing.laws.blocks import (
+    law_candidate_mask,
+    law_candidates,
+    law_causal_attention,
+    law_queries_see_all_before_them,
+)
+from veloxfn.testing.laws.budget import (
+    law_budget_holds,
+    law_does_not_freeze,
+    law_kept_rows_are_bit_copies,
+    law_nothing_lost_below_budget,
+    law_protected_survive,
+)
+from veloxfn.testing.laws.claimed import (
+    law_budgets_nest,
+    law_content_does_not_matter,
+    law_global_best,
+    law_grouping_does_not_matter,
+    law_path_independent,
+)
+from veloxfn.testing.laws.graph import (
+    law_block_has_no_loop,
+    law_compiled_equals_eager,
+    law_graph_does_not_grow_with_rows,
+    law_memory_is_flat,
+    law_no_selection_below_budget,
+    law_step_moves_no_rows,
+)
+from veloxfn.testing.laws.lattice import (
+    law_attention_equals_queries,
+    law_common_key_shift_changes_nothing,
+    law_equal_keys_keep_the_newest,
+    law_h2o_keeps_streaming_rows_plus_one,
+    law_mass_counts_queries,
+    law_mass_ignores_grouping_below_budget,
+    law_retire_by_position_is_streaming_llm,
+)
+from veloxfn.testing.laws.layout import (
+    law_counts,
+    law_get_kv_is_temporal,
+    law_positions_name_arrivals,
+    law_shapes_and_dtypes,
+)
+from veloxfn.testing.laws.poison import law_nan_never_saves_a_slot, law_poison_stays_in_its_row
+from veloxfn.testing.laws.purity import (
+    law_empty_block_is_a_no_op,
+    law_errors_change_nothing,
+    law_evict_is_idempotent,
+    law_global_randomness_is_left_alone,
+    law_inputs_are_untouched,
+)
+from veloxfn.testing.laws.reference import law_follows_the_oracle
+from veloxfn.testing.laws.rows import (
+    law_batch_equals_rows,
+    law_concat_rows_round_trip,
+    law_padding_is_invisible,
+    law_rows_may_be_reordered,
+)
+
+__all__ = [
+    "STANDALONE",
+    "UNIVERSAL",
+    "law_attention_equals_queries",
+    "law_batch_equals_rows",
+    "law_block_has_no_loop",
+    "law_budget_holds",
+    "law_budgets_nest",
+    "law_candidate_mask",
+    "law_candidates",
+    "law_causal_attention",
+    "law_common_key_shift_changes_nothing",
+    "law_compiled_equals_eager",
+    "law_concat_rows_round_trip",
+    "law_content_does_not_matter",
+    "law_counts",
+    "law_does_not_freeze",
+    "law_empty_block_is_a_no_op",
+    "law_equal_keys_keep_the_newest",
+    "law_errors_change_nothing",
+    "law_evict_is_idempotent",
+    "law_follows_the_oracle",
+    "law_get_kv_is_temporal",
+    "law_global_best",
+    "law_global_randomness_is_left_alone",
+    "law_graph_does_not_grow_with_rows",
+    "law_grouping_does_not_matter",
+    "law_h2o_keeps_streaming_rows_plus_one",
+    "law_inputs_are_untouched",
+    "law_kept_rows_are_bit_copies",
+    "law_mass_counts_queries",
+    "law_mass_ignores_grouping_below_budget",
+    "law_memory_is_flat",
+    "law_nan_never_saves_a_slot",
+    "law_no_selection_below_budget",
+    "law_nothing_lost_below_budget",
+    "law_padding_is_invisible",
+    "law_path_independent",
+    "law_poison_stays_in_its_row",
+    "law_positions_name_arrivals",
+    "law_protected_survive",
+    "law_queries_see_all_before_them",
+    "law_retire_by_position_is_streaming_llm",
+    "law_rows_may_be_reordered",
+    "law_shapes_and_dtypes",
+    "law_step_moves_no_rows",
+]
+
+Law = Callable[..., Any]
+
+UNIVERSAL: tuple[Law, ...] = (
+    law_budget_holds,
+    law_nothing_lost_below_budget,
+    law_protected_survive,
+    law_kept_rows_are_bit_copies,
+    law_positions_name_arrivals,
+    law_get_kv_is_temporal,
+    law_counts,
+    law_shapes_and_dtypes,
+    law_batch_equals_rows,
+    law_rows_may_be_reordered,
+    law_concat_rows_round_trip,
+    law_padding_is_invisible,
+    law_inputs_are_untouched,
+    law_evict_is_idempotent,
+    law_empty_block_is_a_no_op,
+    law_errors_change_nothing,
+    law_global_randomness_is_left_alone,
+    law_candidates,
+    law_candidate_mask,
+    law_queries_see_all_before_them,
+    law_causal_attention,
+    law_global_best,
+    law_content_does_not_matter,
+    law_follows_the_oracle,
+)
+"""Called as law(policy, stream, claims)."""
+
+STANDALONE: tuple[Law, ...] = (
+    law_does_not_freeze,
+    law_nan_never_saves_a_slot,
+    law_step_moves_no_rows,
+    law_no_selection_below_budget,
+    law_block_has_no_loop,
+    law_graph_does_not_grow_with_rows,
+    law_compiled_equals_eager,
+    law_memory_is_flat,
+)
+"""Called as law(policy, claims=claims)."""

@@ -1,0 +1,202 @@
+"""Laws of purity: inputs stay as they were, errors change nothing, an empty block is a no-op, no global randomness."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from veloxfn.testing.claims import Claims, claims_for
+from veloxfn.testing.drive import (
+    AnyPolicy,
+    AnyState,
+    bits,
+    differences,
+    evidence,
+    leaves,
+    run,
+    snapshot,
+    start,
+    step,
+)
+from veloxfn.testing.streams import Block, Stream, normal_stream
+
+__all__ = [
+    "law_empty_block_is_a_no_op",
+    "law_errors_change_nothing",
+    "law_evict_is_idempotent",
+    "law_global_randomness_is_left_alone",
+    "law_inputs_are_untouched",
+]
+
+
+def law_inputs_are_untouched(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """`absorb`, `evict`, `update_batched`, `candidates` and `get_kv` write into nothing they were given.
+
+    An old state stays valid: running the same block on it again gives the same result.
+    """
+    claims = claims or claims_for(policy.config)
+    state = start(policy, stream)
+    for block in stream:
+        padding: dict[str, Any] = {} if block.valid is None else {"valid": block.valid}
+        arrays = {name: a for name, a in block._asdict().items() if isinstance(a, mx.array)}
+        given = {"state": snapshot(state), "arguments": snapshot(arrays)}
+        absorbed = policy.absorb(state, block.keys, block.values, **padding)
+        halfway = snapshot(absorbed)
+        policy.candidates(absorbed)
+        after = policy.evict(absorbed, **evidence(claims, block))
+        result = snapshot(after)
+        mx.eval(policy.get_kv(after))
+        again = step(policy, claims, state, block)
+        for what, before, found in (
+            ("the state given to absorb", given["state"], snapshot(state)),
+            ("the arrays given", given["arguments"], snapshot(arrays)),
+            ("the state given to evict", halfway, snapshot(absorbed)),
+            ("the state given to get_kv", result, snapshot(after)),
+            ("a second run from the old state", result, snapshot(again)),
+        ):
+            told = differences(before, found)
+            assert not told, f"columns {block.start} .. {block.stop - 1}: {what} changed: {told}"
+        state = after
+
+
+def law_evict_is_idempotent(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """`update_batched` is `evict` after `absorb`, and `evict` of an evicted state (S = 0) changes nothing."""
+    claims = claims or claims_for(policy.config)
+    state = start(policy, stream)
+    for block in stream:
+        padding: dict[str, Any] = {} if block.valid is None else {"valid": block.valid}
+        parts = policy.evict(policy.absorb(state, block.keys, block.values, **padding), **evidence(claims, block))
+        whole = step(policy, claims, state, block)
+        told = differences(snapshot(parts), snapshot(whole))
+        assert not told, f"update_batched differs from evict after absorb: {told}"
+        none = stream.block(block.stop, block.stop)
+        for what, again in (
+            ("without evidence", policy.evict(whole) if not claims.needs_queries else whole),
+            ("with no queries left", policy.evict(whole, **evidence(claims, none))),
+        ):
+            told = differences(snapshot(whole), snapshot(again))
+            assert not told, f"evict at S = 0, {what}, must be a no-op: {told}"
+        state = whole
+
+
+def law_empty_block_is_a_no_op(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """A block of no tokens changes no bit of the state, before the first arrival and after any other.
+
+    Lesson 22 (empty call before and after the first).
+    """
+    claims = claims or claims_for(policy.config)
+    state = start(policy, stream)
+    for block in (None, *stream):
+        if block is not None:
+            state = step(policy, claims, state, block)
+        column = 0 if block is None else block.stop
+        none = stream.block(column, column)
+        before = snapshot(state)
+        absorbed = policy.absorb(state, none.keys, none.values)
+        variants: dict[str, dict[str, mx.array]] = {"queries": evidence(claims, none)}
+        if claims.takes_attention:
+            variants["attention"] = {"attention": mx.zeros(absorbed.slots.positions.shape)}
+        for name, given in variants.items():
+            told = differences(before, snapshot(policy.evict(absorbed, **given)))
+            assert not told, f"an empty block with {name} after column {column} must be a no-op: {told}"
+        told = differences(before, snapshot(step(policy, claims, state, none)))
+        assert not told, f"update_batched of an empty block after column {column} must be a no-op: {told}"
+        keys, values = policy.candidates(absorbed)
+        kept_keys, kept_values = policy.get_kv(state)
+        assert np.array_equal(bits(keys), bits(kept_keys)) and np.array_equal(bits(values), bits(kept_values)), (
+            f"candidates of an empty block after column {column} must be what is kept"
+        )
+
+
+def law_errors_change_nothing(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """Wrong shapes, dtypes and evidence raise ValueError or TypeError, and the old state stays valid, bit for bit.
+
+    Lesson 13 (nonsense is refused), lesson 30 (a dtype mix is an error, never a cast).
+    """
+    claims = claims or claims_for(policy.config)
+    state = run(policy, stream, claims)
+    before = snapshot(state)
+    good = normal_stream(5, rows=stream.rows, tokens=1, key_dim=stream.key_dim, value_dim=stream.value_dim)
+    block = Block(*(_cast(part, stream.dtype) for part in next(iter(good))))
+    expected = snapshot(step(policy, claims, state, block))
+    for what, error, call in _bad_calls(policy, claims, state, block):
+        try:
+            mx.eval(list(leaves(call()).values()))
+        except error as raised:
+            assert str(raised), f"{what}: the {type(raised).__name__} must say what is wrong"
+        else:
+            raise AssertionError(f"{what} must raise {error}, nothing was raised")
+        told = differences(before, snapshot(state))
+        assert not told, f"after the error for {what} the old state changed: {told}"
+    told = differences(expected, snapshot(step(policy, claims, state, block)))
+    assert not told, f"after errors the same block gives another state: {told}"
+
+
+def _cast(part: Any, dtype: mx.Dtype) -> Any:
+    return part.astype(dtype) if isinstance(part, mx.array) else part
+
+
+_Bad = tuple[str, type[Exception] | tuple[type[Exception], ...], Callable[[], AnyState]]
+
+
+def _bad_calls(policy: AnyPolicy, claims: Claims, state: AnyState, block: Block) -> Iterator[_Bad]:
+    keys, values, queries = block.keys, block.values, block.queries
+    asked = evidence(claims, block)
+    other = mx.float16 if keys.dtype != mx.float16 else mx.float32
+    wide = mx.concatenate([keys, keys], axis=2)
+    any_error = (ValueError, TypeError)
+
+    def update(k: mx.array, v: mx.array, **more: mx.array) -> Callable[[], AnyState]:
+        return lambda: policy.update_batched(state, k, v, **(asked | more))
+
+    yield f"keys of {other} for a state of {keys.dtype}", TypeError, update(keys.astype(other), values)
+    yield f"values of {other} for a state of {keys.dtype}", TypeError, update(keys, values.astype(other))
+    yield "keys of twice the key dimension", any_error, update(wide, values)
+    yield "one row too many", any_error, update(mx.concatenate([keys, keys[:1]]), mx.concatenate([values, values[:1]]))
+    yield "keys of rank 2", any_error, update(keys[:, 0], values)
+    yield "one value too many", any_error, update(keys, mx.concatenate([values, values], axis=1))
+    yield "a mask of two tokens for one", any_error, update(keys, values, valid=mx.ones((keys.shape[0], 2), mx.bool_))
+    if claims.needs_queries:
+        yield "missing queries", any_error, lambda: policy.update_batched(state, keys, values)
+        twice = mx.concatenate([queries, queries], axis=2)
+        yield "queries of two tokens for one", any_error, update(keys, values, queries=twice)
+        yield "queries of rank 3", any_error, update(keys, values, queries=queries[:, 0])
+    if not claims.takes_queries:
+        yield "queries for a method that takes none", any_error, update(keys, values, queries=queries)
+
+
+def law_global_randomness_is_left_alone(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """The global random states of MLX, NumPy and Python are neither moved nor read."""
+    claims = claims or claims_for(policy.config)
+    results = []
+    for seed in (1, 2):
+        with _seeded(seed):
+            results.append(snapshot(run(policy, stream, claims)))
+    told = differences(results[0], results[1])
+    assert not told, f"another global seed gives another state, so global randomness was read: {told}"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed all global generators, fail if the body moves one, and put back what was there."""
+    saved = np.array(mx.random.state[0]), np.random.get_state(), random.getstate()
+    try:
+        mx.random.seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = np.array(mx.random.state[0]), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+        yield
+        after = np.array(mx.random.state[0]), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+        assert np.array_equal(before[0], after[0]), f"mx.random's global key moved from {before[0]} to {after[0]}"
+        assert before[1] == after[1], "numpy.random's global state moved"
+        assert before[2] == after[2], "random's global state moved"
+    finally:
+        high, low = (int(word) for word in saved[0])
+        mx.random.seed((high << 32) | low)
+        np.random.set_state(saved[1])
+        random.setstate(saved[2])

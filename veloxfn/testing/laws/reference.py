@@ -1,0 +1,59 @@
+"""The law of the oracle: every eviction is one that the float64 reference would make."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from veloxfn.testing.claims import Claims, claims_for
+from veloxfn.testing.drive import AnyPolicy, leaves, live_positions, steps
+from veloxfn.testing.oracle import MARGIN, SCORES, Oracle, Score
+from veloxfn.testing.streams import Stream
+
+__all__ = ["law_follows_the_oracle"]
+
+
+def law_follows_the_oracle(
+    policy: AnyPolicy, stream: Stream, claims: Claims | None = None, *, score: Score | None = None
+) -> None:
+    """After every block the kept set is the reference's, up to `MARGIN` where decisions round; `mass` agrees as well.
+
+    Exact, ties included, where the method's decisions are exact on the stream. With cadence "token" the stream is
+    handed over one by one; that grouping does not matter then is a law of its own.
+    Lesson 10 (ties lose the oldest), lesson 2 (decay), lesson 11 (protected rows).
+    """
+    claims = claims or claims_for(policy.config)
+    config = policy.config
+    if score is None and type(config) not in SCORES:
+        return
+    if config.cadence == "token":
+        stream = stream.one_by_one()
+    oracle = Oracle(config, stream.rows, score)
+    exact = stream.uniform and claims.may_freeze is False and getattr(config, "decay", 1.0) == 0.0
+    exact = exact or (claims.exact and stream.exact)
+    for block, _, _, after in steps(policy, stream, claims):
+        part = slice(block.start, block.stop)
+        verdicts = oracle.absorb(
+            stream.keys[:, part].astype(np.float64),
+            stream.queries[:, :, part].astype(np.float64),
+            stream.valid[:, part],
+        )
+        found = [row.tolist() for row in live_positions(after)]
+        for row, (verdict, positions) in enumerate(zip(verdicts, found, strict=True)):
+            try:
+                verdict.judge(positions, exact=exact)
+            except AssertionError as wrong:
+                raise AssertionError(f"row {row}, columns {block.start} .. {block.stop - 1}: {wrong}") from None
+        oracle.settle(found)
+        if "mass" in leaves(after):
+            _check_mass(oracle, after)
+
+
+def _check_mass(oracle: Oracle, after: object) -> None:
+    positions, mass = (np.array(leaves(after)[path]) for path in ("slots.positions", "mass"))
+    for row, expected in enumerate(oracle.rows):
+        found = {int(p): float(m) for p, m in zip(positions[row], mass[row], strict=True) if p >= 0}
+        for token in expected.tokens:
+            assert abs(found[token.position] - token.mass) <= 10 * MARGIN * max(1.0, token.mass), (
+                f"row {row}: the mass of position {token.position} must be {token.mass:.7f}, "
+                f"found {found[token.position]:.7f}"
+            )

@@ -1,0 +1,151 @@
+"""Whom the suite runs on: every method of the registry in several settings, or a third party's policy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+import veloxfn
+from veloxfn import h2o, knorm, streaming_llm
+from veloxfn.base import Policy, Retention
+from veloxfn.testing.claims import Claims, claims_for
+from veloxfn.testing.drive import AnyPolicy
+
+__all__ = ["Subject", "load_subject", "registry"]
+
+_BUDGETS = (1, 2, 3, 4, 5, 7, 9)
+_ROOMY = (32, 16, 8)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family of policies, one per budget.
+
+    Args:
+        name: shown in test ids.
+        make: budget -> policy; ValueError where the budget is too small for the settings.
+        stated: claims, or config -> claims.
+        fixed: the only budget there is, for a policy that was given ready-made.
+    """
+
+    name: str
+    make: Callable[[int], AnyPolicy]
+    stated: Claims | Callable[[Any], Claims] = field(default=claims_for)
+    fixed: int | None = None
+
+    def __repr__(self) -> str:
+        """The name."""
+        return self.name
+
+    def claims(self, policy: AnyPolicy) -> Claims:
+        """What this policy promises."""
+        return self.stated if isinstance(self.stated, Claims) else self.stated(policy.config)
+
+    def accepts(self, budget: int) -> bool:
+        """Whether the settings allow this budget."""
+        if self.fixed is not None:
+            return budget == self.fixed
+        try:
+            self.make(budget)
+        except ValueError:
+            return False
+        return True
+
+    @cached_property
+    def budgets(self) -> tuple[int, ...]:
+        """Small budgets that the settings allow."""
+        if self.fixed is not None:
+            return (self.fixed,)
+        found = tuple(filter(self.accepts, _BUDGETS)) or tuple(filter(self.accepts, range(10, 130)))[:2]
+        if not found:
+            raise ValueError(f"{self.name} accepts no budget from 1 to 129")
+        return found
+
+    @cached_property
+    def roomy(self) -> int:
+        """A budget for laws that need some room."""
+        if self.fixed is not None:
+            return self.fixed
+        return next(filter(self.accepts, _ROOMY), self.budgets[-1])
+
+
+def _h2o(**settings: Any) -> Callable[[int], AnyPolicy]:
+    return lambda budget: h2o.policy(h2o.Config(**({"budget": budget, "sink": min(1, budget - 1)} | settings)))
+
+
+def _halves(**settings: Any) -> Callable[[int], AnyPolicy]:
+    return lambda budget: _h2o(recent=(budget - 1) // 2, **settings)(budget)
+
+
+def _knorm(**settings: Any) -> Callable[[int], AnyPolicy]:
+    return lambda budget: knorm.policy(knorm.Config(**({"budget": budget, "sink": min(1, budget - 1)} | settings)))
+
+
+def _streaming(sink: int) -> Callable[[int], AnyPolicy]:
+    return lambda budget: streaming_llm.policy(streaming_llm.Config(budget=budget, sink=min(sink, budget - 1)))
+
+
+_VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
+    "h2o": {
+        "h2o": _h2o(),
+        "h2o-token": _h2o(cadence="token"),
+        "h2o-fading": _h2o(decay=0.5, recent=0),
+        "h2o-last-query": _h2o(decay=0.0, recent=0, sink=0, cadence="token"),
+        "h2o-observed": _halves(age_normalised=True),
+        "h2o-proxy": _halves(query_source="key_proxy"),
+        "h2o-proxy-fading": _halves(query_source="key_proxy", decay=0.9, cadence="token"),
+        "h2o-shared": _h2o(shared_heads=2),
+    },
+    "knorm": {
+        "knorm-low": _knorm(),
+        "knorm-high": _knorm(keep="high", sink=0),
+        "knorm-recent": lambda budget: _knorm(recent=(budget - 1) // 2)(budget),
+        "knorm-token": lambda budget: _knorm(recent=(budget - 1) // 3, cadence="token")(budget),
+        "knorm-shared": _knorm(shared_heads=2),
+    },
+    "streaming_llm": {"streaming_llm": _streaming(2), "sliding-window": _streaming(0)},
+}
+
+
+def _plain(module: Any) -> Callable[[int], AnyPolicy]:
+    return lambda budget: cast(AnyPolicy, module.policy(module.Config(budget=budget)))
+
+
+def registry() -> list[Subject]:
+    """Every method of `veloxfn.METHODS`, in several settings where some are listed, else with its defaults."""
+    found = []
+    for name, module in veloxfn.METHODS.items():
+        variants = _VARIANTS.get(name, {name: _plain(module)})
+        found += [Subject(variant, make) for variant, make in variants.items()]
+    return found
+
+
+def load_subject(target: str) -> Subject:
+    """The subject that `package.module:factory` names.
+
+    `factory` is a callable (budget: int) -> Policy, or a Policy. It may carry an attribute `claims`: a `Claims`, or a
+    callable from Config to `Claims`.
+
+    Raises:
+        ValueError: not of the form `package.module:name`.
+        TypeError: the name is neither a policy nor a callable that makes one.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"a policy is named as package.module:factory, got {target!r}")
+    named = getattr(importlib.import_module(module_name), attribute)
+    if isinstance(named, Policy):
+        ready: AnyPolicy = named
+        return Subject(target, lambda budget: ready, claims_for, fixed=_config(ready, target).budget)
+    if not callable(named):
+        raise TypeError(f"{target} must be a Policy or a callable (budget) -> Policy, got {type(named).__name__}")
+    return Subject(target, named, getattr(named, "claims", claims_for))
+
+
+def _config(policy: AnyPolicy, target: str) -> Retention:
+    if not isinstance(policy.config, Retention):
+        raise TypeError(f"{target}: a policy's config must be a Retention, got {type(policy.config).__name__}")
+    return policy.config
