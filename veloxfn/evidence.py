@@ -10,7 +10,7 @@ __all__ = ["arrival_keys", "arrival_positions", "attention_mass", "key_norms", "
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
 _TILE_ELEMENTS = {mx.DeviceType.cpu: 2**19, mx.DeviceType.gpu: 2**24}
-_TILE_QUERIES = 16  # at least: fewer would make a long block's graph large
+_TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
 def arrival_positions(slots: Slots) -> mx.array:

@@ -23,7 +23,7 @@ from veloxfn.evidence import arrival_keys, attention_mass
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire
 
-__all__ = ["Config", "State", "absorb", "evict", "get_kv", "init_state", "policy", "update_batched"]
+__all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Config(Retention):
     @property
     def recent_rows(self) -> int:
         """Last arrivals that are protected."""
-        default = min(self.budget // 2, self.budget - self.sink - 1)
+        default = max(0, min(self.budget // 2, self.budget - self.sink - 1))
         return default if self.recent is None else self.recent
 
     def __post_init__(self) -> None:

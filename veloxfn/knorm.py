@@ -23,7 +23,7 @@ from veloxfn.evidence import key_norms
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire
 
-__all__ = ["Config", "State", "absorb", "evict", "get_kv", "init_state", "policy", "update_batched"]
+__all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,212 @@
+"""What a step costs: its graph, its traces and its memory."""
+
+import io
+import re
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+
+import veloxfn
+from veloxfn import h2o, knorm, streaming_llm
+
+ROWS, DIM = 3, 8
+CONFIGS = {
+    "h2o": h2o.Config(budget=32),
+    "h2o-decay": h2o.Config(budget=32, decay=0.9),
+    "h2o-age": h2o.Config(budget=32, age_normalised=True),
+    "h2o-proxy": h2o.Config(budget=32, query_source="key_proxy"),
+    "knorm": knorm.Config(budget=32),
+    "streaming_llm": streaming_llm.Config(budget=32),
+}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def needs_queries(config):
+    return getattr(config, "query_source", None) == "true"
+
+
+def block(config, count, rows=ROWS, dtype=mx.float32, seed=0):
+    a, b, c = mx.random.split(mx.random.key(seed), 3)
+    arrivals = {
+        "keys": mx.random.normal((rows, count, DIM), key=a).astype(dtype),
+        "values": mx.random.normal((rows, count, DIM), key=b).astype(dtype),
+    }
+    if needs_queries(config):
+        arrivals["queries"] = mx.random.normal((rows, 2, count, DIM), key=c).astype(dtype)
+    return arrivals
+
+
+def full_state(config, rows=ROWS, dtype=mx.float32):
+    policy = veloxfn.policy(config)
+    state = policy.update_batched(policy.init_state(rows, DIM, dtype=dtype), **block(config, 70, rows, dtype, 1))
+    mx.eval(state)
+    return policy, state
+
+
+def leaves(tree):
+    return [tree] if isinstance(tree, mx.array) else [leaf for part in tree for leaf in leaves(part)]
+
+
+def primitives(outputs):
+    """Names of the graph's primitives."""
+    text = io.StringIO()
+    mx.export_to_dot(text, outputs)
+    return re.findall(r'label ="(\w+)"', text.getvalue())
+
+
+@configs
+def test_the_graph_of_a_step_does_not_grow_with_rows_or_tokens_seen(config):
+    """Lessons 39 and 40."""
+    sizes = set()
+    for rows, more in ((1, 0), (7, 0), (3, 40)):
+        policy, state = full_state(config, rows)
+        if more:
+            state = policy.update_batched(state, **block(config, more, rows))
+            mx.eval(state)
+        arrivals = block(config, 1, rows)
+        mx.eval(arrivals)
+        after = policy.update_batched(state, **arrivals)
+        sizes.add(len(primitives(leaves(after))))
+    assert len(sizes) == 1, sizes
+    assert sizes.pop() > 0
+
+
+def test_lesson_37_the_graph_of_a_block_is_bounded():
+    config = h2o.Config(budget=256)
+    policy = h2o.policy(config)
+    sizes = {}
+    for count in (512, 4096):
+        k = mx.zeros((4, count, 16))
+        q = mx.zeros((4, 2, count, 16))
+        mx.eval(k, q)
+        state = policy.init_state(4, 16, dtype=mx.float32)
+        sizes[count] = len(primitives(leaves(policy.update_batched(state, k, k, queries=q))))
+    assert sizes[4096] < 4096, "far fewer primitives than tokens"
+
+
+def test_lesson_37_a_block_of_4096_tokens_keeps_no_matrix_of_queries_by_slots():
+    config = h2o.Config(budget=256)
+    policy = h2o.policy(config)
+    rows, count, dim = 2, 4096, 16
+    k, q = mx.zeros((rows, count, dim)), mx.zeros((rows, 1, count, dim))
+    mx.eval(k, q)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(policy.update_batched(policy.init_state(rows, dim, dtype=mx.float32), k, k, queries=q))
+    peak = mx.get_peak_memory() - before
+    assert peak < rows * count * count * 4 / 4, f"{peak / 2**20:.0f} MB"
+
+
+@configs
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_compiled_equals_eager_with_one_trace_in_steady_state(config, dtype):
+    policy, state = full_state(config, dtype=dtype)
+    traces = []
+
+    def counted(state, arrivals):
+        traces.append(1)
+        return policy.update_batched(state, **arrivals)
+
+    step = mx.compile(counted)
+    eager = state
+    for t in range(12):
+        arrivals = block(config, 1, dtype=dtype, seed=10 + t)
+        state, eager = step(state, arrivals), policy.update_batched(eager, **arrivals)
+        assert type(state) is type(eager)
+        for leaf, other in zip(leaves(state.slots), leaves(eager.slots), strict=True):
+            assert leaf.dtype == other.dtype
+            assert mx.array_equal(leaf, other)
+        for leaf, other in zip(leaves(state[1:]), leaves(eager[1:]), strict=True):
+            assert mx.allclose(leaf, other, rtol=1e-6)
+    assert len(traces) == 1
+
+
+@configs
+def test_policy_functions_compile_as_they_are(config):
+    policy, state = full_state(config)
+    arrivals = block(config, 1, seed=3)
+    keys, values, queries = arrivals["keys"], arrivals["values"], arrivals.get("queries")
+    given = {} if queries is None else {"queries": queries}
+    compiled = mx.compile(policy.update_batched)(state, keys, values, **given)
+    assert mx.array_equal(compiled.slots.positions, policy.update_batched(state, **arrivals).slots.positions)
+    absorbed = mx.compile(policy.absorb)(state, keys, values)
+    assert mx.array_equal(mx.compile(policy.candidates)(absorbed)[0], policy.candidates(absorbed)[0])
+    evicted = mx.compile(policy.evict)(absorbed, **given)
+    assert mx.array_equal(mx.compile(policy.get_kv)(evicted)[1], policy.get_kv(evicted)[1])
+
+
+@configs
+def test_lesson_42_a_thousand_steps_keep_peak_memory_flat(config):
+    policy, state = full_state(config)
+    arrivals = block(config, 1)
+    mx.eval(arrivals)
+    step = mx.compile(lambda state, arrivals: policy.update_batched(state, **arrivals))
+    peaks = []
+    for _ in range(4):
+        mx.reset_peak_memory()
+        for _ in range(250):
+            state = step(state, arrivals)
+            mx.eval(state)
+        peaks.append(mx.get_peak_memory())
+    assert max(peaks[1:]) <= peaks[0] * 1.01, peaks
+
+
+def test_lesson_42_a_step_writes_in_place():
+    """A step over buffers of 64 MB, whose old state is let go of, takes next to no new memory."""
+    config = streaming_llm.Config(budget=2**15 - 1)
+    policy = streaming_llm.policy(config)
+    x = mx.zeros((1, 2**15, 256))
+    state = policy.update_batched(policy.init_state(1, 256, dtype=mx.float32), x, x)
+    mx.eval(state)
+    one = x[:, :1] + 0
+    del x
+    mx.eval(one)
+    state = policy.update_batched(state, one, one)
+    mx.eval(state)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        state = policy.update_batched(state, one, one)
+        mx.eval(state)
+    assert mx.get_peak_memory() - before < 2**22
+    assert int(state.slots.seen[0]) == 2**15 + 4
+
+
+def test_lesson_41_nothing_is_ranked_while_nothing_can_be_evicted():
+    policy = h2o.policy(h2o.Config(budget=32))
+    x = mx.zeros((2, 5, DIM))
+    state = policy.update_batched(policy.init_state(2, DIM, dtype=mx.float32), x, x, queries=x[:, None])
+    names = primitives(leaves(state))
+    assert names
+    assert not {"ArgReduce", "ArgPartition", "ArgSort"} & set(names)
+
+
+@configs
+def test_states_pass_through_vmap(config):
+    policy, state = full_state(config, rows=4)
+    arrivals = block(config, 1, rows=4)
+
+    def one(state, arrivals):
+        state, arrivals = (lift(tree) for tree in (state, arrivals))
+        return [leaf[0] for leaf in leaves(policy.update_batched(state, **arrivals))]
+
+    def lift(tree):
+        if isinstance(tree, mx.array):
+            return tree[None]
+        if isinstance(tree, dict):
+            return {name: lift(leaf) for name, leaf in tree.items()}
+        return type(tree)(*(lift(leaf) for leaf in tree))
+
+    mapped = mx.vmap(one)(state, arrivals)
+    for leaf, other in zip(mapped, leaves(policy.update_batched(state, **arrivals)), strict=True):
+        assert mx.allclose(leaf, other, rtol=1e-5)
+
+
+def test_importing_the_library_needs_neither_mlx_lm_nor_hypothesis():
+    code = "import sys, veloxfn; print([m for m in ('mlx_lm', 'hypothesis', 'pytest', 'transformers') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
