@@ -1,0 +1,128 @@
+"""The `veloxfn` command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import veloxfn
+from veloxfn_mlx_adapter import generation
+from veloxfn_mlx_adapter.demo import DEMO_NAME
+from veloxfn_mlx_adapter.prompts import DEFAULT_PROMPT
+
+__all__ = ["main"]
+
+DEFAULT_BUDGET = 256
+
+Number = TypeVar("Number", int, float)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line on stderr, exit code 2."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: of the command line; None = the process's.
+
+    Returns:
+        The exit code: 0, or 130 when interrupted. Bad input exits with 2 and one line on stderr.
+    """
+    parser, generate = _parsers()
+    options = parser.parse_args(arguments)
+    try:
+        _generate(options)
+    except generation.UsageError as error:
+        generate.error(str(error))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more: no second error at exit
+    return 0
+
+
+def _parsers() -> tuple[_Parser, _Parser]:
+    parser = _Parser(prog="veloxfn", description="KV-cache eviction for MLX decoders.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    generate = commands.add_parser(
+        "generate",
+        help="answer a prompt under a cache budget",
+        description="Answer a prompt under a cache budget, then say what the cache kept.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="default: a built-in text that is longer than the budget")
+    source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a text file")
+    generate.add_argument("--model", metavar="PATH", help=f"mlx_lm folder or hub id; default: {DEMO_NAME}")
+    generate.add_argument("--method", choices=list(veloxfn.METHODS), default="h2o", help="what decides which rows stay")
+    generate.add_argument("--budget", type=int, default=DEFAULT_BUDGET, help="rows kept per kv head and layer")
+    generate.add_argument("--sink", type=int, metavar="N", help="first tokens that always stay")
+    generate.add_argument("--recent", type=int, metavar="N", help="last tokens that always stay")
+    generate.add_argument(
+        "--age-normalised",
+        action=argparse.BooleanOptionalAction,
+        help="h2o: rank by attention per query instead of its plain sum; on unless turned off",
+    )
+    generate.add_argument("--max-tokens", type=int, default=100, help="longest answer")
+    generate.add_argument("--chunk", type=int, default=512, help="prompt tokens read per call")
+    generate.add_argument("--temp", type=float, default=0.0, help="sampling temperature, 0 = most likely token")
+    generate.add_argument("--seed", type=int, default=0, help="of the sampling")
+    return parser, generate
+
+
+def _generate(options: argparse.Namespace) -> None:
+    age_normalised = options.age_normalised
+    if age_normalised is None and options.method == "h2o":
+        age_normalised = True  # better than the paper's plain sums where a prompt arrives in chunks
+    settings = {
+        "budget": options.budget,
+        "sink": options.sink,
+        "recent": options.recent,
+        "age_normalised": age_normalised,
+    }
+    config = generation.config_for(options.method, settings)
+    request = generation.Request(
+        prompt=_prompt(options.prompt, options.prompt_file),
+        max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
+        chunk=_at_least("--chunk", options.chunk, 1),
+        seed=_at_least("--seed", options.seed, 0),
+        temp=_at_least("--temp", options.temp, 0),
+    )
+    model, tokenizer = generation.load_model(options.model)
+    caches = generation.caches_for(model, config)
+    said = generation.answer(
+        model, tokenizer, caches, request, out=sys.stdout, progress=generation.show_progress
+    )
+    print(f"\n{generation.report(caches, said)}")
+
+
+def _prompt(text: str | None, file: str | None) -> str:
+    if file is not None:
+        try:
+            text = Path(file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise generation.UsageError(f"--prompt-file {file}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise generation.UsageError(f"--prompt-file {file}: not UTF-8 text: {error.reason}") from error
+    text = DEFAULT_PROMPT if text is None else text
+    if not text.strip():
+        raise generation.UsageError("the prompt is empty")
+    return text
+
+
+def _at_least(name: str, value: Number, low: int) -> Number:
+    if not low <= value < float("inf"):
+        raise generation.UsageError(f"{name} must be a finite number >= {low}, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What `veloxfn generate` does: answer one prompt under a budget, and tell what the caches did."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import mlx.core as mx
+
+import veloxfn
+from veloxfn import Retention
+from veloxfn_mlx_adapter.cache import EvictingCache
+from veloxfn_mlx_adapter.demo import load_demo
+from veloxfn_mlx_adapter.prompt_cache import diagnostics, make_prompt_cache
+
+__all__ = ["Request", "UsageError", "answer", "config_for", "load_model", "report"]
+
+
+class UsageError(Exception):
+    """The request cannot be served as it was written; the message is one line for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to sample its answer."""
+
+    prompt: str
+    max_tokens: int
+    temp: float
+    seed: int
+    chunk: int  # prompt tokens per call
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What mlx_lm measured while it answered."""
+
+    text: str
+    prompt_tokens: int
+    prompt_rate: float  # tokens per second
+    tokens: int
+    rate: float
+
+
+def config_for(method: str, settings: dict[str, Any]) -> Retention:
+    """The Config of a method with the given settings; None = the method's default.
+
+    Raises:
+        UsageError: a setting that the method does not have, or a value against its rules.
+    """
+    kind = veloxfn.METHODS[method].Config
+    names = {field.name for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in names:
+            raise UsageError(f"--{name.replace('_', '-')}: {method} has no such setting")
+    try:
+        config: Retention = kind(**given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    return config
+
+
+def load_model(name: str | None) -> tuple[Any, Any]:
+    """The demo model, or an mlx_lm folder or hub id.
+
+    Raises:
+        UsageError: it cannot be loaded.
+    """
+    try:
+        if name is None:
+            return load_demo()
+        import mlx_lm
+
+        model, tokenizer = mlx_lm.load(name)[:2]
+    except ModuleNotFoundError as error:
+        raise UsageError(str(error)) from error
+    except Exception as error:  # a hub id can fail in many ways, none of them a fault here
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        kind = "folder" if Path(name or "").is_dir() else "folder (there is none of that name) or hub id"
+        raise UsageError(f"--model {name}: no mlx_lm {kind} that loads: {first}") from error
+    return model, tokenizer
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    caches: list[Any],
+    request: Request,
+    *,
+    out: TextIO,
+    progress: Callable[[int, int], None],
+) -> Answer:
+    """Stream the answer to `out`.
+
+    Args:
+        model: an mlx_lm model.
+        tokenizer: its tokenizer; a prompt goes through its chat template where it has one.
+        caches: what `make_prompt_cache` returned.
+        request: the prompt and how to sample.
+        out: where the text goes, piece by piece.
+        progress: called with prompt tokens read and their total.
+    """
+    from mlx_lm import stream_generate
+    from mlx_lm.sample_utils import make_sampler
+
+    mx.random.seed(request.seed)
+    prompt: Any = request.prompt
+    if getattr(tokenizer, "has_chat_template", False):
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    pieces, last = [], None
+    for last in stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=request.max_tokens,
+        sampler=make_sampler(temp=request.temp),
+        prompt_cache=caches,
+        prefill_step_size=request.chunk,
+        prompt_progress_callback=progress,
+    ):
+        pieces.append(last.text)
+        out.write(last.text)
+        out.flush()
+    out.write("\n")
+    assert last is not None  # stream_generate yields at least its closing response
+    return Answer("".join(pieces), last.prompt_tokens, last.prompt_tps, last.generation_tokens, last.generation_tps)
+
+
+def report(caches: list[Any], said: Answer) -> str:
+    """What the caches hold now against a cache that keeps everything, and how fast it went."""
+    for cache in caches:
+        if isinstance(cache, EvictingCache):
+            cache.settle()
+    layers = diagnostics(caches)
+    kept, full = sum(layer.kept_bytes for layer in layers), sum(layer.full_bytes for layer in layers)
+    budgets = sorted({layer.layer_budget for layer in layers})
+    budget = f"{budgets[0]}" if len(budgets) == 1 else f"{budgets[0]} to {budgets[-1]}"
+    rows = sorted({layer.tokens_kept for layer in layers})
+    held = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
+    others = len(caches) - len(layers)
+    lines = [
+        ("method", f"{layers[0].method}, budget {budget} rows per kv head"),
+        ("tokens seen", f"{max(layer.tokens_seen for layer in layers)}"),
+        ("rows kept", f"{held} per kv head in {len(layers)} layers" + (f"; {others} others untouched" if others else "")),
+        ("cache bytes", f"{kept:,} of {full:,} that a full cache would hold"),
+        ("compression", f"{full / kept if kept else 1.0:.2f} x"),
+        ("prompt", f"{said.prompt_tokens} tokens, {said.prompt_rate:.1f} tokens/s"),
+        ("decode", f"{said.tokens} tokens, {said.rate:.1f} tokens/s"),
+    ]
+    return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def caches_for(model: Any, config: Retention) -> list[Any]:
+    """Eviction caches for all layers of full attention.
+
+    Raises:
+        UsageError: the model has none, or does not show its queries to a method that ranks by them.
+    """
+    try:
+        return make_prompt_cache(model, veloxfn.policy(config))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def show_progress(read: int, total: int) -> None:
+    """Rewrite one line of stderr on a terminal; elsewhere write one line per chunk."""
+    end = "\r" if sys.stderr.isatty() and read < total else "\n"
+    print(f"reading the prompt: {read} of {total} tokens", end=end, file=sys.stderr, flush=True)
