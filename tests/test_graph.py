@@ -77,13 +77,13 @@ def test_lesson_37_the_graph_of_a_block_is_bounded():
     config = h2o.Config(budget=256)
     policy = h2o.policy(config)
     sizes = {}
-    for count in (512, 4096):
+    for count in (1, 4096):
         k = mx.zeros((4, count, 16))
         q = mx.zeros((4, 2, count, 16))
         mx.eval(k, q)
         state = policy.init_state(4, 16, dtype=mx.float32)
         sizes[count] = len(primitives(leaves(policy.update_batched(state, k, k, queries=q))))
-    assert sizes[4096] < 4096, "far fewer primitives than tokens"
+    assert sizes[4096] < 64 * sizes[1], "a loop over tokens would have 4096 times as many"
 
 
 def test_lesson_37_a_block_of_4096_tokens_keeps_no_matrix_of_queries_by_slots():

@@ -42,7 +42,7 @@ def rank(slots: Slots, importance: mx.array, *, sink: int, recent: int) -> mx.ar
     live, nan = slots.positions >= 0, mx.isnan(importance)
     kind = mx.where(protected(slots, sink=sink, recent=recent), 3, mx.where(nan, 1, 2))
     bits = mx.view(mx.where(nan, 0.0, importance) + 0.0, mx.uint32)
-    ordinal = mx.where(bits >> 31, ~bits, bits | 0x80000000)
+    ordinal = mx.where(bits >> 31, 0xFFFFFFFF - bits, bits | 0x80000000)
     high = (kind.astype(mx.uint64) << 62) + (ordinal.astype(mx.uint64) << _POSITION_BITS)
     return mx.where(live, high + slots.positions.astype(mx.uint64), 0)
 

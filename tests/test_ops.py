@@ -1,0 +1,77 @@
+"""Ops against their references."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from veloxfn.ops import attention_mass
+from veloxfn.ops.attention_mass import _step_exp, _widened, reference
+
+
+def case(rows, groups, count, length, dim, dtype, seed=0):
+    """A block of `count` arrivals behind `length - count` kept slots, some of them free."""
+    a, b, c = mx.random.split(mx.random.key(seed), 3)
+    queries = mx.random.normal((rows, groups, count, dim), key=a).astype(dtype)
+    keys = (2 * mx.random.normal((rows, length, dim), key=b)).astype(dtype)
+    free = mx.random.bernoulli(0.2, (rows, length), key=c)
+    positions = mx.where(free, -1, mx.arange(length, dtype=mx.int32))
+    until = mx.broadcast_to(mx.arange(length - count, length, dtype=mx.int32), (rows, count))
+    weights = mx.linspace(0.1, 1.0, count)[None] * mx.ones((rows, 1))
+    return queries, keys, positions, until, weights
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "groups", "count", "length", "dim"),
+    [
+        (1, 1, 1, 1, 1),
+        (2, 3, 1, 31, 5),
+        (2, 1, 33, 33, 8),
+        (3, 2, 65, 100, 8),
+        (1, 2, 513, 700, 4),
+        (4, 2, 300, 1000, 4),
+        (8, 4, 97, 300, 8),
+    ],
+)
+def test_attention_mass_equals_its_reference(rows, groups, count, length, dim, dtype):
+    arguments = case(rows, groups, count, length, dim, dtype)
+    have, want = attention_mass(*arguments), reference(*arguments)
+    assert have.dtype == mx.float32
+    assert have.shape == (rows, length)
+    assert np.allclose(have, want, rtol=2e-5, atol=1e-7)
+    assert mx.all(mx.where(arguments[2] < 0, have == 0, True)), "a free slot receives nothing"
+
+
+def test_a_query_that_sees_nothing_counts_nothing():
+    queries, keys, positions, until, weights = case(2, 2, 3, 9, 4, mx.float32)
+    assert attention_mass(queries, keys, positions, mx.full(until.shape, -1), weights).abs().sum().item() == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_lesson_12_a_bad_key_takes_nothing_from_the_other_slots(bad, dtype):
+    queries, keys, _, until, weights = case(1, 2, 4, 12, 4, dtype)
+    positions = mx.arange(12, dtype=mx.int32)[None]
+    poison = mx.where((mx.arange(12) == 5)[None, :, None], bad, keys)
+    have = attention_mass(queries, poison.astype(dtype), positions, until, weights)
+    want = attention_mass(queries, keys, mx.where(positions == 5, -1, positions), until, weights)
+    assert np.allclose(have, want, rtol=1e-5)
+
+
+def test_exp_of_non_positive_numbers():
+    x = mx.concatenate([-mx.linspace(0, 87, 100_001), mx.array([0.0, -0.0, -1e-30, -100.0, -1e30, -math.inf])])
+    want = np.exp(np.maximum(np.array(x, np.float64), -87.0))
+    error = np.abs(np.array(_step_exp(x), np.float64) / want - 1)
+    assert np.all(error < 2e-7 + 8e-8 * np.minimum(-np.array(x, np.float64), 87.0))
+    assert _step_exp(mx.array([0.0])).item() == 1.0
+
+
+def test_widened_float16_is_exact_for_every_bit_pattern():
+    half = mx.view(mx.arange(2**16, dtype=mx.uint32).astype(mx.uint16), mx.float16)
+    wide, unit = _widened(half)
+    finite = np.array(mx.isfinite(half))
+    assert np.array_equal(np.array(mx.isnan(wide)), np.array(mx.isnan(half)))
+    assert np.array_equal(np.array(mx.isinf(wide)), np.array(mx.isinf(half)))
+    assert np.array_equal(np.array(wide)[finite].astype(np.float64) * unit, np.array(half)[finite].astype(np.float64))
