@@ -39,19 +39,10 @@ def test_ties_keep_the_newest_however_the_arrivals_are_grouped(blocks, cadence):
     assert run(knorm.Config(budget=4, sink=1, cadence=cadence), [1.0] * 9, blocks) == [0, 6, 7, 8]
 
 
-def test_a_recent_window_makes_the_path_matter():
-    """Pinned: token by token 8 is dropped while the window shields worse ones; in one block it is the third best."""
-    norms = [8.0, 9.0, 7.0, 1.0]
-    config = knorm.Config(budget=2, sink=0, recent=1)
-    assert run(config, norms) == [2, 3]
-    norms = [5.0, 9.0, 1.0, 8.0, 7.0]
-    assert run(knorm.Config(budget=3, sink=0, recent=2), norms) == [2, 3, 4]
-    norms = [2.0, 1.0, 9.0, 9.0, 3.0]
-    config = knorm.Config(budget=3, sink=0, recent=2)
-    assert run(config, norms, [1] * 5) == run(config, norms, [5]) == [1, 3, 4]
-
-
-def test_token_cadence_with_a_window_does_not_depend_on_the_grouping():
+@pytest.mark.parametrize("cadence", ["block", "token"])
+@pytest.mark.parametrize("blocks", [[1] * 14, [14], [3, 8, 3], [13, 1]])
+def test_a_recent_window_keeps_the_path_independence(blocks, cadence):
+    """A token competes once it leaves the window, whenever that is noticed: sinks, window, best of the rest."""
     norms = [float(x) for x in [4, 9, 1, 7, 7, 2, 8, 3, 9, 5, 6, 1, 7, 2]]
-    config = knorm.Config(budget=5, sink=1, recent=2, cadence="token")
-    assert run(config, norms) == run(config, norms, [1] * 14) == run(config, norms, [3, 8, 3])
+    assert run(knorm.Config(budget=5, sink=1, recent=2, cadence=cadence), norms, blocks) == [0, 2, 11, 12, 13]
+    assert run(knorm.Config(budget=6, sink=1, recent=2, cadence=cadence), norms, blocks) == [0, 2, 5, 11, 12, 13]

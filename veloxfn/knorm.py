@@ -3,20 +3,19 @@
     norm_j = ||k_j||_2             once, at arrival, in float32
     importance_j = -norm_j         keep="low", the paper's finding;  +norm_j  keep="high", the ablation
 
-Claims: with recent = 0 path independent: the kept set is the sinks and the global best of everything seen, bit for bit,
-however the arrivals were grouped; budgets nest. A recent window breaks both; cadence "token" is then split invariant.
+Claims: path independent: the kept set is the sinks, the recent window and the global best of everything else seen, bit
+for bit, however the arrivals were grouped, so both cadences are the same. Budgets nest for equal sink and recent.
 Rotary embedding leaves norms unchanged.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import cadence, checks, slots
+from veloxfn import checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import key_norms
@@ -123,11 +122,8 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         ValueError: queries or attention are given.
     """
     checks.no_evidence("knorm", queries, attention)
-    count = state.slots.arrived.shape[1]
-    if count == 0:
+    if state.slots.arrived.shape[1] == 0:
         return state
-    if config.cadence == "token" and config.recent and count > 1:  # without a window the grouping cannot matter
-        return cadence.replay(partial(update_batched, config), config, state, None)
     return retire(state, -state.norms if config.keep == "low" else state.norms, config)
 
 
