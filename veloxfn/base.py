@@ -65,6 +65,11 @@ class Retention:
         """Last arrivals of a row that are protected."""
         return 0
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether `evict` must be given the block's queries (or attention)."""
+        return False
+
     def __post_init__(self) -> None:
         """Validate what all methods share."""
         checks.integer("budget", self.budget, low=1)

@@ -55,6 +55,11 @@ class Config(Retention):
         default = max(0, min(self.budget // 2, self.budget - self.sink - 1))
         return default if self.recent is None else self.recent
 
+    @property
+    def needs_queries(self) -> bool:
+        """Whether `evict` must be given the block's queries (or attention)."""
+        return self.query_source == "true"
+
     def __post_init__(self) -> None:
         """Validate the settings."""
         super().__post_init__()
