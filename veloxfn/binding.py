@@ -22,17 +22,26 @@ def bind(
     init_state: Callable[..., S],
     absorb: Callable[..., S],
     evict: Callable[..., S],
-    update_batched: Callable[..., S],
+    update_batched: Callable[..., S] | None = None,
     get_kv: Callable[..., Pair] = reading.get_kv,
     candidates: Callable[..., Pair] = reading.candidates,
 ) -> Policy[S]:
-    """A Policy whose functions are those given with `config` as their first argument."""
+    """A Policy whose functions are those given with `config` as their first argument.
+
+    `update_batched` is `evict` after `absorb` unless it is given.
+    """
+
+    def update(
+        config: Retention, state: S, keys: mx.array, values: mx.array, *, valid: mx.array | None = None, **evidence: Any
+    ) -> S:
+        return evict(config, absorb(config, state, keys, values, valid=valid), **evidence)
+
     return Policy(
         config=config,
         init_state=partial(init_state, config),
         absorb=partial(absorb, config),
         candidates=partial(candidates, config),
         evict=partial(evict, config),
-        update_batched=partial(update_batched, config),
+        update_batched=partial(update_batched or update, config),
         get_kv=partial(get_kv, config),
     )

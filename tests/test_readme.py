@@ -1,0 +1,44 @@
+"""The README's samples run as they stand, and its commands name what exists."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+if not README.exists():
+    pytest.skip("README.md is not here (installed wheel)", allow_module_level=True)
+TEXT = README.read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def test_the_samples_run_in_order():
+    pytest.importorskip("mlx_lm")
+    assert len(BLOCKS) == 4
+    scope = {"__name__": "readme"}
+    for code in BLOCKS[:3]:
+        exec(compile(code, "README.md", "exec"), scope)
+
+
+def test_the_decoder_sample_is_twelve_lines():
+    assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) == 12 - 1
+
+
+def test_the_sample_method_passes_the_laws(tmp_path):
+    (tmp_path / "value_norm.py").write_text(BLOCKS[3])
+    properties = README.parent / "properties"
+    command = [sys.executable, "-m", "pytest", "-q", str(properties), "--policy", "value_norm:policy", "-x"]
+    command += ["-p", "no:cacheprovider", "-c", str(README.parent / "pyproject.toml")]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def test_every_method_has_a_row():
+    import veloxfn
+
+    for name in veloxfn.METHODS:
+        assert f"| `{name}` |" in TEXT
