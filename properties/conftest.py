@@ -1,4 +1,4 @@
-"""Whom the laws run on, and how hard: `pytest properties [--policy package.module:factory] [--hypothesis-profile ci]`."""
+"""Whom the laws run on, and how hard: `pytest properties [--policy module:factory] [--hypothesis-profile ci]`."""
 
 from __future__ import annotations
 

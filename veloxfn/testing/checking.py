@@ -57,7 +57,8 @@ def check(policy: AnyPolicy, claims: Claims | None = None, *, cost: bool = True)
     for stream in sample_streams(policy.config.budget, policy.config.shared_heads):
         for law in UNIVERSAL:
             law(policy, stream, claims)
-        law_grouping_does_not_matter(policy, stream, split(stream.tokens, 1), claims)
+        for size in (1, 3, stream.tokens):
+            law_grouping_does_not_matter(policy, stream, split(stream.tokens, size), claims)
         if not stream.padded:
             for number in (float("nan"), float("inf"), -float("inf")):
                 law_poison_stays_in_its_row(policy, stream, 0, stream.tokens // 2, number, claims)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from veloxfn import h2o, knorm, streaming_llm
 from veloxfn.base import Retention
+from veloxfn.testing.oracle import Score, score_h2o, score_knorm, score_streaming_llm
 
 __all__ = ["CLAIMS", "Claims", "Worth", "claims_for"]
 
@@ -32,7 +33,8 @@ class Claims:
         split_invariant: how arrivals are grouped into blocks does not matter.
         worth: importance of a token on its own; set, the method claims `global_best`: what is kept is the protected
             rows plus the best of everything seen.
-        budgets_nest: what budget B keeps, budget B + 1 keeps too.
+        score: the method's importance in float64 for `Oracle`; set, every eviction is checked against it.
+        budgets_nest: what budget B keeps, budget B + 1 keeps too, with the same sinks and recent window.
         content_independent: keys, values and queries do not influence which positions are kept.
         exact: decisions on grid-valued keys are exact, ties included; otherwise near ties may part.
         bit_copies: a kept row is a bit copy of an arrival; False for methods that merge.
@@ -49,6 +51,7 @@ class Claims:
     takes_attention: bool = False
     split_invariant: bool = False
     worth: Worth | None = None
+    score: Score | None = None
     budgets_nest: bool = False
     content_independent: bool = False
     exact: bool = False
@@ -72,11 +75,12 @@ class Claims:
 
 
 def _low_norm(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return -np.sqrt((keys**2).sum(axis=-1))
+    return -_high_norm(keys)
 
 
 def _high_norm(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return np.sqrt((keys**2).sum(axis=-1))
+    squares: npt.NDArray[np.float64] = (keys**2).sum(axis=-1)
+    return np.sqrt(squares)
 
 
 def _age(keys: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -88,6 +92,7 @@ def _h2o(config: Retention) -> Claims:
     true_queries = config.query_source == "true"
     fades = config.decay <= 0.5  # slower decay leaves an arrival, with one query's worth, the weakest for long
     return Claims(
+        score=score_h2o,
         needs_queries=true_queries,
         takes_queries=true_queries,
         takes_attention=true_queries,
@@ -101,15 +106,17 @@ def _h2o(config: Retention) -> Claims:
 
 
 def _knorm(config: Retention) -> Claims:
+    """Path independent whatever `recent` is: a token competes once, when it leaves the recent window."""
     assert isinstance(config, knorm.Config)
-    alone = config.recent_rows == 0 and config.shared_heads == 1
+    alone = config.shared_heads == 1
     return Claims(
         takes_queries=False,
-        split_invariant=config.recent_rows == 0 or config.cadence == "token",
+        score=score_knorm,
+        split_invariant=True,
         worth=(_low_norm if config.keep == "low" else _high_norm) if alone else None,
-        budgets_nest=config.recent_rows == 0,
+        budgets_nest=True,
         exact=True,
-        rows_independent=config.shared_heads == 1,
+        rows_independent=alone,
         block_without_loop=config.cadence == "block",
         nan_is_weak=True,
     )
@@ -118,6 +125,7 @@ def _knorm(config: Retention) -> Claims:
 def _streaming_llm(config: Retention) -> Claims:
     return Claims(
         takes_queries=False,
+        score=score_streaming_llm,
         split_invariant=True,
         worth=_age,
         budgets_nest=True,

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten
 
 from veloxfn.base import Policy
 from veloxfn.testing.claims import Claims, claims_for
@@ -84,13 +83,11 @@ def _named(node: Any, path: str) -> Iterator[tuple[str, mx.array]]:
         for name, child in zip(names, node, strict=True):
             yield from _named(child, f"{path}.{name}" if path else str(name))
         return
-    if isinstance(node, dict | list):
-        for name, child in tree_flatten(node):
+    if isinstance(node, dict):
+        for name, child in node.items():
             yield from _named(child, f"{path}.{name}" if path else str(name))
         return
-    raise AssertionError(
-        f"a state holds arrays only, found {type(node).__name__} {node!r} at {path or 'its root'}"
-    )
+    raise AssertionError(f"a state holds arrays only, found {type(node).__name__} {node!r} at {path or 'its root'}")
 
 
 def snapshot(state: AnyState) -> dict[str, tuple[mx.Dtype, Bits]]:
@@ -98,9 +95,7 @@ def snapshot(state: AnyState) -> dict[str, tuple[mx.Dtype, Bits]]:
     return {path: (leaf.dtype, bits(leaf).copy()) for path, leaf in leaves(state).items()}
 
 
-def differences(
-    expected: dict[str, tuple[mx.Dtype, Bits]], found: dict[str, tuple[mx.Dtype, Bits]]
-) -> list[str]:
+def differences(expected: dict[str, tuple[mx.Dtype, Bits]], found: dict[str, tuple[mx.Dtype, Bits]]) -> list[str]:
     """The leaves in which two snapshots differ, each with what differs."""
     told = [f"{path} is missing" for path in expected.keys() - found.keys()]
     told += [f"{path} is new" for path in found.keys() - expected.keys()]
@@ -157,9 +152,7 @@ def step(policy: AnyPolicy, claims: Claims, state: AnyState, block: Block) -> An
     return state
 
 
-def run(
-    policy: AnyPolicy, stream: Stream, claims: Claims | None = None, state: AnyState | None = None
-) -> AnyState:
+def run(policy: AnyPolicy, stream: Stream, claims: Claims | None = None, state: AnyState | None = None) -> AnyState:
     """The state after all blocks of a stream."""
     claims = claims or claims_for(policy.config)
     state = start(policy, stream) if state is None else state

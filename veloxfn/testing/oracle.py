@@ -3,8 +3,8 @@
 Four stages: score (how important is each candidate), select (which are lost), dispose (they are dropped), place (the
 others keep their position). It is written from the methods' definitions and shares no code with them.
 
-Matrix products round differently by block shape, so a library's choice is accepted when what it lost is within `MARGIN`,
-relative, of what it could have lost instead; the oracle then follows it.
+Matrix products round differently by block shape, so a library's choice is accepted when what it lost is within
+`MARGIN`, relative, of what it could have lost instead; the oracle then follows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,20 @@ from veloxfn import h2o, knorm, streaming_llm
 from veloxfn.base import Retention
 from veloxfn.testing.streams import Stream
 
-__all__ = ["MARGIN", "SCORES", "Oracle", "Row", "Score", "Token", "Verdict", "choose", "replay"]
+__all__ = [
+    "MARGIN",
+    "SCORES",
+    "Oracle",
+    "Row",
+    "Score",
+    "Token",
+    "Verdict",
+    "choose",
+    "replay",
+    "score_h2o",
+    "score_knorm",
+    "score_streaming_llm",
+]
 
 MARGIN = 1e-5
 Vector = npt.NDArray[np.float64]
@@ -69,7 +82,8 @@ class Verdict:
         assert not strange, f"kept positions {strange} are not among the candidates {self.positions}"
         gone = [position for position in self.positions if position not in found]
         assert len(gone) == len(self.lost), (
-            f"{len(self.lost)} of {len(self.positions)} candidates had to go, {len(gone)} went: {gone}; expected {self.lost}"
+            f"{len(self.lost)} of {len(self.positions)} candidates had to go, {len(gone)} went: {gone}; "
+            f"expected {self.lost}"
         )
         if gone == self.lost:
             return
@@ -175,6 +189,7 @@ class Oracle:
     """
 
     def __init__(self, config: Retention, rows: int, score: Score | None = None) -> None:
+        """Start with empty rows."""
         self.config = config
         self.score = score or SCORES[type(config)]
         self.rows = [Row() for _ in range(rows)]

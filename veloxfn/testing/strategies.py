@@ -50,9 +50,7 @@ def grid_keys(draw: st.DrawFn, rows: int, tokens: int, key_dim: int, *, palette:
     """Keys [rows, tokens, key_dim] out of at most `palette` vectors on the grid; one vector = all equal."""
     size = draw(st.integers(1, palette))
     colours = draw(hnp.arrays(np.int8, (size, key_dim), elements=st.integers(-_STEPS, _STEPS)))
-    picks = draw(
-        hnp.arrays(np.int8, (rows, tokens), elements=st.integers(0, size - 1), fill=st.integers(0, size - 1))
-    )
+    picks = draw(hnp.arrays(np.int8, (rows, tokens), elements=st.integers(0, size - 1), fill=st.integers(0, size - 1)))
     return (colours.astype(np.float32) * np.float32(GRID))[picks.astype(np.intp)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -38,7 +38,8 @@ class Stream:
         valid: [N, T] bool, False = padded.
         blocks: arrivals per call; their sum is T; empty blocks may occur.
         dtype: what the policy sees.
-        names: [N] uint32, each row's noise stream: a row keeps its name wherever it stands in a batch.
+        names: [N] uint32, each row's noise stream: a row keeps its name wherever it stands in a batch; 0 .. N-1 where
+            none are given.
         exact: keys and queries lie on a grid on which dot products are exact.
         uniform: all keys of a row are equal, so that ties are exact for every method.
     """
@@ -49,7 +50,7 @@ class Stream:
     valid: npt.NDArray[np.bool_]
     blocks: tuple[int, ...]
     dtype: mx.Dtype = mx.float32
-    names: npt.NDArray[np.uint32] | None = None
+    names: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))
     exact: bool = False
     uniform: bool = False
 
@@ -57,7 +58,7 @@ class Stream:
         """Check what the laws rely on."""
         if sum(self.blocks) != self.tokens:
             raise ValueError(f"blocks must sum to T = {self.tokens}, got {self.blocks} = {sum(self.blocks)}")
-        if self.names is None:
+        if len(self.names) != self.rows:
             object.__setattr__(self, "names", np.arange(self.rows, dtype=np.uint32))
 
     def __repr__(self) -> str:
@@ -135,7 +136,6 @@ class Stream:
     def only(self, rows: Sequence[int]) -> Stream:
         """The given rows, in that order, under their own names."""
         index = np.asarray(rows, dtype=np.intp)
-        assert self.names is not None
         return replace(
             self,
             keys=self.keys[index],

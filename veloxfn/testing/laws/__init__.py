@@ -24,6 +24,7 @@ from veloxfn.testing.laws.budget import (
     law_kept_rows_are_bit_copies,
     law_nothing_lost_below_budget,
     law_protected_survive,
+    law_state_over_budget_shrinks,
 )
 from veloxfn.testing.laws.claimed import (
     law_budgets_nest,
@@ -116,6 +117,7 @@ __all__ = [
     "law_retire_by_position_is_streaming_llm",
     "law_rows_may_be_reordered",
     "law_shapes_and_dtypes",
+    "law_state_over_budget_shrinks",
     "law_step_moves_no_rows",
 ]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 import veloxfn
 from veloxfn.testing.claims import Claims
@@ -11,6 +14,9 @@ from veloxfn.testing.drive import AnyPolicy, Step, bits, floats, live_positions,
 from veloxfn.testing.streams import Stream
 
 __all__ = ["law_candidate_mask", "law_candidates", "law_causal_attention", "law_queries_see_all_before_them"]
+
+
+Numbers = npt.NDArray[Any]
 
 
 def law_candidates(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
@@ -43,18 +49,16 @@ def law_candidates(policy: AnyPolicy, stream: Stream, claims: Claims | None = No
                 f"row {row}: candidates must be positions {expected}, found {sorted(positions[row, live].tolist())}"
             )
             source = columns[positions[row, live]]
-            assert np.array_equal(key_bits[row, live], keys[row, source]), f"row {row}: a candidate's key is wrong"
-            assert np.array_equal(value_bits[row, live], values[row, source]), f"row {row}: a candidate's value is wrong"
+            for name, stored, sent in (("key", key_bits, keys), ("value", value_bits, values)):
+                assert np.array_equal(stored[row, live], sent[row, source]), f"row {row}: a candidate's {name} is wrong"
             _check_arrived(row, arrived[row], positions[row], stream.valid[row, block.start : block.stop], new)
 
 
-def _check_arrived(row: int, arrived: mx.array, positions: mx.array, valid: mx.array, new: mx.array) -> None:
-    places = np.asarray(arrived)
-    counted = np.asarray(valid)
+def _check_arrived(row: int, places: Numbers, positions: Numbers, counted: Numbers, new: Numbers) -> None:
     assert (places[~counted] == -1).all(), f"row {row}: padded arrivals have arrived = -1, found {places.tolist()}"
     assert (places[counted] >= 0).all(), f"row {row}: counted arrivals have a slot, found {places.tolist()}"
-    named = np.asarray(positions)[places[counted]].tolist()
-    assert named == np.asarray(new).tolist(), f"row {row}: arrived names positions {named}, expected {new}"
+    named = positions[places[counted]].tolist()
+    assert named == new.tolist(), f"row {row}: arrived names positions {named}, expected {new.tolist()}"
 
 
 def _visible(one: Step) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
@@ -72,11 +76,12 @@ def law_candidate_mask(policy: AnyPolicy, stream: Stream, claims: Claims | None 
         mask = veloxfn.candidate_mask(policy.config, one.absorbed)
         assert mask.dtype == mx.bool_, f"candidate_mask must be bool, found {mask.dtype}"
         found, expected = np.array(mask), _visible(one)
-        assert found.shape == expected.shape, f"candidate_mask must be [N, S, n] = {expected.shape}, found {found.shape}"
+        assert found.shape == expected.shape, f"candidate_mask must be {expected.shape}, found {found.shape}"
         wrong = np.argwhere(found != expected)
         assert len(wrong) == 0, (
             f"candidate_mask is wrong at (row, token, slot) {wrong[:5].tolist()}: "
-            f"positions {np.array(one.absorbed.slots.positions).tolist()}, arrived {np.array(one.absorbed.slots.arrived).tolist()}"
+            f"positions {np.array(one.absorbed.slots.positions).tolist()}, "
+            f"arrived {np.array(one.absorbed.slots.arrived).tolist()}"
         )
 
 
@@ -95,8 +100,8 @@ def law_queries_see_all_before_them(policy: AnyPolicy, stream: Stream, claims: C
         causal = np.arange(n)[None, :] <= np.arange(n - size, n)[:, None]
         for row, seen in enumerate(_visible(one)):
             assert np.array_equal(seen, causal), (
-                f"row {row}, columns {one.block.start} .. {one.block.stop - 1}: with {n} candidates, lower-right causal "
-                f"masking shows slots {[np.flatnonzero(line).tolist() for line in causal]}, the tokens must see "
+                f"row {row}, columns {one.block.start} .. {one.block.stop - 1}: with {n} candidates, lower-right "
+                f"causal masking shows slots {[np.flatnonzero(line).tolist() for line in causal]}, the tokens must see "
                 f"{[np.flatnonzero(line).tolist() for line in seen]}"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from veloxfn.testing.claims import Claims, claims_for
-from veloxfn.testing.drive import AnyPolicy, bits, kept, live_positions, run, steps
+from veloxfn.testing.drive import AnyPolicy, bits, kept, live_positions, run, step, steps
 from veloxfn.testing.streams import Stream, normal_stream
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "law_kept_rows_are_bit_copies",
     "law_nothing_lost_below_budget",
     "law_protected_survive",
+    "law_state_over_budget_shrinks",
 ]
 
 
@@ -57,9 +58,7 @@ def law_protected_survive(policy: AnyPolicy, stream: Stream, claims: Claims | No
     """
     sink, recent = policy.config.sink, policy.config.recent_rows
     for block, _, absorbed, after in steps(policy, stream, claims):
-        for row, (candidates, found) in enumerate(
-            zip(live_positions(absorbed), live_positions(after), strict=True)
-        ):
+        for row, (candidates, found) in enumerate(zip(live_positions(absorbed), live_positions(after), strict=True)):
             seen = len(stream.columns(row, block.stop))
             must = [p for p in candidates.tolist() if p < sink or p >= seen - recent]
             gone = sorted(set(must) - set(found.tolist()))
@@ -116,3 +115,22 @@ def law_does_not_freeze(policy: AnyPolicy, *, seed: int = 0, claims: Claims | No
             f"row {row}: after {tokens} random tokens only {late} of {found.tolist()} come from the later half, "
             f"expected at least {least} (recent={recent})"
         )
+
+
+def law_state_over_budget_shrinks(roomy: AnyPolicy, policy: AnyPolicy, stream: Stream) -> None:
+    """A state that was filled under a larger budget holds the smaller one after its next block.
+
+    Lesson 17.
+    """
+    claims = claims_for(policy.config)
+    half = len(stream.blocks) // 2
+    state = run(roomy, stream.head(half), claims)
+    budget = policy.config.budget
+    for block in stream.tail(half):
+        old, state = live_positions(state), step(policy, claims, state, block)
+        for row, (before, found) in enumerate(zip(old, live_positions(state), strict=True)):
+            expected = min(budget, len(before) + block.stop - block.start)
+            assert block.stop == block.start or len(found) == expected, (
+                f"row {row} held {len(before)} rows from a budget of {roomy.config.budget}; after a block of "
+                f"{block.stop - block.start} a budget of {budget} allows {expected}, found {found.tolist()}"
+            )

@@ -66,7 +66,8 @@ def _masses(state: AnyState) -> list[dict[int, float]]:
 def law_mass_counts_queries(policy: AnyPolicy, stream: Stream) -> None:
     """Before any eviction, with decay 1 and true queries, a row's masses sum to its number of queries."""
     config = policy.config
-    assert isinstance(config, h2o.Config) and config.decay == 1.0 and config.query_source == "true"
+    assert isinstance(config, h2o.Config)
+    assert (config.decay, config.query_source) == (1.0, "true")
     for block, _, _, after in steps(policy, stream):
         for row, masses in enumerate(_masses(after)):
             seen = len(stream.columns(row, block.stop))
@@ -92,14 +93,16 @@ def law_mass_ignores_grouping_below_budget(policy: AnyPolicy, stream: Stream, bl
 def law_common_key_shift_changes_nothing(policy: AnyPolicy, stream: Stream, shift: Sequence[float]) -> None:
     """Adding one vector to all keys leaves the kept positions and the masses of true queries as they were."""
     config = policy.config
-    assert isinstance(config, h2o.Config) and config.query_source == "true"
+    assert isinstance(config, h2o.Config)
+    assert config.query_source == "true"
     moved = replace(stream, keys=(stream.keys + np.asarray(shift, dtype=np.float32)))
     if replay(config, stream)[1] <= MARGIN:
         return
     one, other = run(policy, stream), run(policy, moved)
     for row, (a, b) in enumerate(zip(kept(one), kept(other), strict=True)):
         assert a.positions.tolist() == b.positions.tolist(), (
-            f"row {row}: with {list(shift)} added to all keys {b.positions.tolist()} are kept, not {a.positions.tolist()}"
+            f"row {row}: with {list(shift)} added to all keys {b.positions.tolist()} are kept, "
+            f"not {a.positions.tolist()}"
         )
     same_columns(one, other, list(range(stream.rows)), f"with {list(shift)} added to all keys")
 

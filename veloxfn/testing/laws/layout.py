@@ -17,7 +17,7 @@ def law_positions_name_arrivals(policy: AnyPolicy, stream: Stream, claims: Claim
     """Positions are -1 or arrival indices below `seen`, no two alike in a row; n <= budget + 1 after `evict`."""
     for block, _, _, after in steps(policy, stream, claims):
         positions = np.array(after.slots.positions)
-        assert positions.ndim == 2 and positions.shape[1] <= policy.config.budget + 1, (
+        assert positions.shape[1] <= policy.config.budget + 1, (
             f"positions must be [N, n] with n <= budget + 1 = {policy.config.budget + 1}, found {positions.shape}"
         )
         assert (positions >= -1).all(), f"a free slot has position -1, found {positions.min()}"
@@ -50,15 +50,16 @@ def law_get_kv_is_temporal(policy: AnyPolicy, stream: Stream, claims: Claims | N
                 f"row {row}: kept_positions must be strictly increasing behind the padding, "
                 f"expected {expected_row}, found {positions[row].tolist()}"
             )
-            assert not key_bits[row, :free].any() and not value_bits[row, :free].any(), (
-                f"row {row}: the {free} padded rows of get_kv must be zero"
+            for name, found_bits, expected_bits in (
+                ("keys", key_bits[row], own.keys),
+                ("values", value_bits[row], own.values),
+            ):
+                assert not found_bits[:free].any(), f"row {row}: the {free} padded {name} of get_kv must be zero"
+                assert np.array_equal(found_bits[free:], expected_bits), f"row {row}: get_kv's {name} are not the kept"
+        for name, seen, got in zip(("keys", "values"), policy.candidates(after), (key_bits, value_bits), strict=True):
+            assert np.array_equal(bits(seen), got), (
+                f"after evict (S = 0) candidates must be get_kv's, the {name} differ"
             )
-            assert np.array_equal(key_bits[row, free:], own.keys), f"row {row}: get_kv's keys are not the kept"
-            assert np.array_equal(value_bits[row, free:], own.values), f"row {row}: get_kv's values are not the kept"
-        seen_keys, seen_values = policy.candidates(after)
-        assert np.array_equal(bits(seen_keys), key_bits) and np.array_equal(bits(seen_values), value_bits), (
-            "after evict (S = 0) candidates must return what get_kv returns"
-        )
 
 
 def law_counts(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
@@ -114,7 +115,7 @@ def law_shapes_and_dtypes(policy: AnyPolicy, stream: Stream, claims: Claims | No
             found = [(path, leaf.dtype) for path, leaf in leaves(state).items()]
             assert found == names, f"{stage} changed leaves or dtypes: expected {names}, found {found}"
             for path, leaf in leaves(state).items():
-                assert leaf.ndim >= 1 and leaf.shape[0] == stream.rows, (
+                assert leaf.shape[:1] == (stream.rows,), (
                     f"{stage}: leaf {path} must have leading axis N = {stream.rows}, found {leaf.shape}"
                 )
         slots = after.slots

@@ -42,7 +42,7 @@ def law_poison_stays_in_its_row(
 
 
 def law_nan_never_saves_a_slot(policy: AnyPolicy, *, seed: int = 0, claims: Claims | None = None) -> None:
-    """A key that holds NaN is gone, from an unprotected place, after as many further arrivals as the budget holds twice.
+    """A key that holds NaN, in an unprotected place, is gone after three budgets of further arrivals.
 
     Lesson 12 (an argmin over NaN must not pick another slot for ever).
     """

@@ -108,9 +108,10 @@ def law_empty_block_is_a_no_op(policy: AnyPolicy, stream: Stream, claims: Claims
         assert not told, f"update_batched of an empty block after column {column} must be a no-op: {told}"
         keys, values = policy.candidates(absorbed)
         kept_keys, kept_values = policy.get_kv(state)
-        assert np.array_equal(bits(keys), bits(kept_keys)) and np.array_equal(bits(values), bits(kept_values)), (
-            f"candidates of an empty block after column {column} must be what is kept"
-        )
+        for name, found, expected in (("keys", keys, kept_keys), ("values", values, kept_values)):
+            assert np.array_equal(bits(found), bits(expected)), (
+                f"candidates of an empty block after column {column} must be what is kept, the {name} differ"
+            )
 
 
 def law_errors_change_nothing(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
@@ -128,9 +129,10 @@ def law_errors_change_nothing(policy: AnyPolicy, stream: Stream, claims: Claims 
         try:
             mx.eval(list(leaves(call()).values()))
         except error as raised:
-            assert str(raised), f"{what}: the {type(raised).__name__} must say what is wrong"
+            message = str(raised)
         else:
             raise AssertionError(f"{what} must raise {error}, nothing was raised")
+        assert message, f"the error for {what} must say what is wrong"
         told = differences(before, snapshot(state))
         assert not told, f"after the error for {what} the old state changed: {told}"
     told = differences(expected, snapshot(step(policy, claims, state, block)))
@@ -184,19 +186,31 @@ def law_global_randomness_is_left_alone(policy: AnyPolicy, stream: Stream, claim
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed all global generators, fail if the body moves one, and put back what was there."""
-    saved = np.array(mx.random.state[0]), np.random.get_state(), random.getstate()
+    saved = _mlx_key(), np.random.get_state(), random.getstate()
     try:
         mx.random.seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        before = np.array(mx.random.state[0]), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+        before = _global_states()
         yield
-        after = np.array(mx.random.state[0]), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-        assert np.array_equal(before[0], after[0]), f"mx.random's global key moved from {before[0]} to {after[0]}"
-        assert before[1] == after[1], "numpy.random's global state moved"
-        assert before[2] == after[2], "random's global state moved"
+        for name, state in _global_states().items():
+            assert state == before[name], f"the global state of {name} moved"
     finally:
-        high, low = (int(word) for word in saved[0])
+        high, low = saved[0]
         mx.random.seed((high << 32) | low)
         np.random.set_state(saved[1])
         random.setstate(saved[2])
+
+
+def _mlx_key() -> list[int]:
+    state: Any = mx.random.state
+    return [int(word) for word in np.array(state[0])]
+
+
+def _global_states() -> dict[str, str]:
+    return {"mx.random": str(_mlx_key()), "numpy.random": _numpy_state(), "random": str(random.getstate())}
+
+
+def _numpy_state() -> str:
+    _, words, place, *_ = np.random.get_state(legacy=True)
+    return f"{np.asarray(words).tolist()} {place}"

@@ -5,17 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from veloxfn.testing.claims import Claims, claims_for
-from veloxfn.testing.drive import AnyPolicy, leaves, live_positions, steps
-from veloxfn.testing.oracle import MARGIN, SCORES, Oracle, Score
+from veloxfn.testing.drive import AnyPolicy, AnyState, live_positions, steps
+from veloxfn.testing.oracle import MARGIN, Oracle, score_h2o
 from veloxfn.testing.streams import Stream
 
 __all__ = ["law_follows_the_oracle"]
 
 
-def law_follows_the_oracle(
-    policy: AnyPolicy, stream: Stream, claims: Claims | None = None, *, score: Score | None = None
-) -> None:
-    """After every block the kept set is the reference's, up to `MARGIN` where decisions round; `mass` agrees as well.
+def law_follows_the_oracle(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """After every block the kept set is the reference's, up to `MARGIN` where decisions round; h2o's mass agrees too.
 
     Exact, ties included, where the method's decisions are exact on the stream. With cadence "token" the stream is
     handed over one by one; that grouping does not matter then is a law of its own.
@@ -23,13 +21,13 @@ def law_follows_the_oracle(
     """
     claims = claims or claims_for(policy.config)
     config = policy.config
-    if score is None and type(config) not in SCORES:
+    if claims.score is None:
         return
     if config.cadence == "token":
         stream = stream.one_by_one()
-    oracle = Oracle(config, stream.rows, score)
-    exact = stream.uniform and claims.may_freeze is False and getattr(config, "decay", 1.0) == 0.0
-    exact = exact or (claims.exact and stream.exact)
+    oracle = Oracle(config, stream.rows, claims.score)
+    tied = stream.uniform and getattr(config, "decay", 1.0) == 0.0  # every weight is 1 / n, in any arithmetic
+    exact = tied or (claims.exact and stream.exact)
     for block, _, _, after in steps(policy, stream, claims):
         part = slice(block.start, block.stop)
         verdicts = oracle.absorb(
@@ -44,12 +42,12 @@ def law_follows_the_oracle(
             except AssertionError as wrong:
                 raise AssertionError(f"row {row}, columns {block.start} .. {block.stop - 1}: {wrong}") from None
         oracle.settle(found)
-        if "mass" in leaves(after):
+        if claims.score is score_h2o:
             _check_mass(oracle, after)
 
 
-def _check_mass(oracle: Oracle, after: object) -> None:
-    positions, mass = (np.array(leaves(after)[path]) for path in ("slots.positions", "mass"))
+def _check_mass(oracle: Oracle, after: AnyState) -> None:
+    positions, mass = np.array(after.slots.positions), np.array(after.mass)
     for row, expected in enumerate(oracle.rows):
         found = {int(p): float(m) for p, m in zip(positions[row], mass[row], strict=True) if p >= 0}
         for token in expected.tokens:

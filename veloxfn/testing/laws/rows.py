@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -31,9 +32,7 @@ def same_rows(expected: list[Kept], found: list[Kept], what: str) -> None:
         )
         for name, one, other in (("keys", a.keys, b.keys), ("values", a.values, b.values)):
             wrong = np.flatnonzero((one != other).any(axis=1))
-            assert len(wrong) == 0, (
-                f"{what}: row {row}: {name} differ at positions {a.positions[wrong].tolist()}"
-            )
+            assert len(wrong) == 0, f"{what}: row {row}: {name} differ at positions {a.positions[wrong].tolist()}"
 
 
 def same_columns(expected: AnyState, found: AnyState, rows: list[int], what: str) -> None:
@@ -101,9 +100,7 @@ def law_concat_rows_round_trip(policy: AnyPolicy, stream: Stream, claims: Claims
     half = len(stream.blocks) // 2
     first, second = list(range(group)), list(range(group, stream.rows))
     late, early = stream.only(first).tail(half), stream.only(second).head(half)
-    fresh = policy.init_state(
-        group, stream.key_dim, stream.value_dim, dtype=stream.dtype, streams=late.row_names()
-    )
+    fresh = policy.init_state(group, stream.key_dim, stream.value_dim, dtype=stream.dtype, streams=late.row_names())
     ahead = run(policy, early, claims)
     joined = veloxfn.concat_rows(fresh, ahead)
     _leading_axis(joined, stream.rows, "concat_rows")
@@ -150,9 +147,7 @@ def law_padding_is_invisible(policy: AnyPolicy, stream: Stream, claims: Claims |
 def _without_padding(stream: Stream) -> Stream:
     columns = stream.columns(0)
     edges = np.cumsum([0, *stream.blocks])
-    blocks = tuple(
-        int(stream.valid[0, a:b].sum()) for a, b in zip(edges[:-1], edges[1:], strict=True)
-    )
+    blocks = tuple(int(stream.valid[0, a:b].sum()) for a, b in pairwise(edges))
     return replace(
         stream,
         keys=stream.keys[:, columns],
