@@ -32,7 +32,11 @@ def test_the_sample_method_passes_the_laws(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", str(properties), "--policy", "value_norm:policy", "-x"]
     command += ["-p", "no:cacheprovider", "-c", str(README.parent / "pyproject.toml")]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(tmp_path)}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "PYTHONPATH": str(tmp_path)},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 import veloxfn
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import h2o, knorm, slots, streaming_llm
 
 
 def tokens(first, count, rows=1, dim=2, dtype=mx.float32):
@@ -20,7 +20,7 @@ def filled(config, count, rows=1):
 
 
 def test_a_filling_buffer_is_preallocated_and_n_is_the_count():
-    policy, state = filled(streaming_llm.Config(budget=8), 3)
+    _, state = filled(streaming_llm.Config(budget=8), 3)
     assert state.slots.keys.shape == (1, 9, 2)
     assert state.slots.positions.tolist() == [[0, 1, 2]]
     assert state.slots.seen.tolist() == [3]
@@ -160,7 +160,7 @@ def test_concat_rows_refuses_what_does_not_fit():
     with pytest.raises(TypeError, match="one method"):
         veloxfn.concat_rows(state, filled(knorm.Config(budget=4, sink=1), 3)[1])
     half = streaming_llm.init_state(streaming_llm.Config(budget=4, sink=1), 1, 2, dtype=mx.float16)
-    with pytest.raises(TypeError, match="float32 and .*float16"):
+    with pytest.raises(TypeError, match=r"float32 and .*float16"):
         veloxfn.concat_rows(state, half)
     with pytest.raises(TypeError, match="integers"):
         veloxfn.take_rows(state, mx.array([0.0]))
@@ -213,3 +213,35 @@ def test_streams_name_layer_and_head_not_the_place_in_the_batch():
     assert veloxfn.streams(1, 1).dtype == mx.uint32
     with pytest.raises(ValueError, match="heads=70000"):
         veloxfn.streams(1, 70000)
+
+
+@pytest.mark.parametrize("have", [0, 2, 3, 4, 5, 11])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_take_back_is_as_if_the_tokens_had_never_come(have, count):
+    config = streaming_llm.Config(budget=4, sink=1)
+    policy, state = filled(config, have)
+    whole = policy.absorb(state, tokens(have, count), tokens(have, count))
+    for taken in range(count + 1):
+        back = slots.take_back(whole, taken, budget=4)
+        fewer = policy.absorb(state, tokens(have, count - taken), tokens(have, count - taken))
+        assert back.slots.seen.tolist() == [have + count - taken]
+        for now in (back, fewer):
+            assert (
+                veloxfn.kept_positions(now)[0].max().item() == have + count - taken - 1 if have + count > taken else 1
+            )
+        live = [[p for p in veloxfn.kept_positions(now)[0].tolist() if p >= 0] for now in (back, fewer)]
+        assert live[0] == live[1]
+        after = [policy.evict(now) for now in (back, fewer)]
+        for step in range(3):
+            x = tokens(100 + step, 2)
+            after = [policy.update_batched(now, x, x) for now in after]
+            assert mx.array_equal(policy.get_kv(after[0])[0], policy.get_kv(after[1])[0])
+    with pytest.raises(ValueError, match=f"{count} tokens, got {count + 1}"):
+        slots.take_back(whole, count + 1, budget=4)
+
+
+def test_lesson_37_cadence_token_refuses_a_block_that_one_graph_cannot_hold():
+    config = h2o.Config(budget=8, cadence="token")
+    x = mx.zeros((1, 4097, 2))
+    with pytest.raises(ValueError, match="at most 4096 tokens, got S = 4097"):
+        h2o.update_batched(config, h2o.init_state(config, 1, 2, dtype=mx.float32), x, x, queries=x[:, None])

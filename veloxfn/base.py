@@ -45,7 +45,8 @@ class Retention:
     Args:
         budget: rows kept per stream after `evict`, sinks and recent ones included; at least 1.
         placement: where a kept key is seen: `Absolute()` keeps the position it arrived with.
-        cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each.
+        cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each,
+            in one lazy graph of S steps.
         shared_heads: consecutive rows that share one kept set (their importance is averaged); 1 = independent.
         sink: first arrivals of a row that are never evicted.
 

@@ -8,55 +8,44 @@ from typing import TypeVar
 import mlx.core as mx
 
 from veloxfn.base import Retention, State
-from veloxfn.slots import map_columns, with_slots
+from veloxfn.slots import arrivals, take_back
 
-__all__ = ["replay", "token_by_token"]
+__all__ = ["replay"]
 
 S = TypeVar("S", bound=State)
 
 
-def token_by_token(
-    step: Callable[..., S],
-    state: S,
-    keys: mx.array,
-    values: mx.array,
-    queries: mx.array | None,
-    valid: mx.array | None,
-) -> S:
-    """Feed a block [N, S, ..] to `step` one token at a time; the graph grows by one step per token."""
-    for t in range(keys.shape[1]):
-        now = slice(t, t + 1)
-        state = step(
-            state,
-            keys[:, now],
-            values[:, now],
-            queries=None if queries is None else queries[:, :, now],
-            valid=None if valid is None else valid[:, now],
-        )
-    return state
+# One lazy graph holds a block's steps; more than this is more arrays than a GPU's allocator tracks.
+_MOST_TOKENS = 4096
 
 
 def replay(step: Callable[..., S], config: Retention, state: S, queries: mx.array | None) -> S:
-    """Take back the block that awaits eviction and feed it to `step` one token at a time."""
+    """Take back the block that awaits eviction and give it to `step`, `update_batched` of its method, token by token.
+
+    Args:
+        step: called as step(state, keys, values, queries=.., valid=..) with one token.
+        config: settings of the method.
+        state: a state after `absorb` with S > 1.
+        queries: [N, G, S, D] of the block, or None.
+
+    Returns:
+        The state after the last token; the graph grows by one step per token.
+
+    Raises:
+        ValueError: S > 4096.
+    """
     slots = state.slots
-    count, length, capacity = slots.arrived.shape[1], slots.positions.shape[1], config.budget + 1
-    first = length - count  # slot of the first arrival, unless it took the free slot of a full buffer
-    before = first + 1 if first + 1 >= capacity else first
-    size = max(before, capacity)
+    count = slots.arrived.shape[1]
+    if count > _MOST_TOKENS:
+        raise ValueError(
+            f'cadence="token" takes blocks of at most {_MOST_TOKENS} tokens, got S = {count}: '
+            f"feed it in parts and evaluate in between (how it is split does not matter)"
+        )
     valid = slots.arrived >= 0
-    seen = slots.seen - valid.sum(axis=1).astype(mx.int32)
-    places = mx.concatenate(
-        [mx.maximum(slots.arrived[:, :1], 0), mx.broadcast_to(mx.arange(first + 1, length), (len(seen), count - 1))],
-        axis=1,
-    ).astype(mx.int32)
-    keys, values = (mx.take_along_axis(buffer, places[..., None], axis=1) for buffer in (slots.keys, slots.values))
-    earlier = slots.positions[:, :before]
-    slots = slots._replace(
-        keys=slots.keys[:, :size],
-        values=slots.values[:, :size],
-        positions=mx.where(earlier < seen[:, None], earlier, -1),
-        arrived=slots.arrived[:, :0],
-        seen=seen,
-    )
-    state = map_columns(lambda column: column[..., :before], with_slots(state, slots))
-    return token_by_token(step, state, keys, values, queries, valid)
+    keys, values = arrivals(slots)
+    state = take_back(state, count, budget=config.budget)
+    for t in range(count):
+        now = slice(t, t + 1)
+        asked = None if queries is None else queries[:, :, now]
+        state = step(state, keys[:, now], values[:, now], queries=asked, valid=valid[:, now])
+    return state

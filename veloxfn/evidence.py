@@ -7,18 +7,13 @@ import mlx.core as mx
 from veloxfn import ops
 from veloxfn.base import Slots
 
-__all__ = ["arrival_keys", "arrival_positions", "attention_mass", "key_norms", "visible_to"]
+__all__ = ["arrival_positions", "attention_mass", "key_norms", "visible_to"]
 
 
 def arrival_positions(slots: Slots) -> mx.array:
     """Positions [N, S] int32 of the block that awaits eviction, -1 = padded."""
     index = mx.maximum(slots.arrived, 0)
     return mx.where(slots.arrived >= 0, mx.take_along_axis(slots.positions, index, axis=1), -1)
-
-
-def arrival_keys(slots: Slots) -> mx.array:
-    """Keys [N, S, D] of the block that awaits eviction."""
-    return mx.take_along_axis(slots.keys, mx.maximum(slots.arrived, 0)[..., None], axis=1)
 
 
 def visible_to(slots: Slots, until: mx.array) -> mx.array:

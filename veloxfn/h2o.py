@@ -19,7 +19,7 @@ import mlx.core as mx
 from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import arrival_keys, attention_mass
+from veloxfn.evidence import attention_mass
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire
 
@@ -157,7 +157,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         mass = mass + attention.astype(mx.float32)
     else:
         own = config.query_source == "true"
-        asked = arrival_keys(base)[:, None] if queries is None else queries
+        asked = slots.arrivals(base)[0][:, None] if queries is None else queries
         mass = mass + attention_mass(base, asked, decay=config.decay, own=own)
     return retire(State(slots=base, mass=mass), _importance(config, base, mass), config)
 

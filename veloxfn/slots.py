@@ -16,6 +16,7 @@ from veloxfn.base import Slots, State
 
 __all__ = [
     "append",
+    "arrivals",
     "arrive",
     "concat_rows",
     "empty",
@@ -25,6 +26,7 @@ __all__ = [
     "ordered",
     "settle",
     "streams",
+    "take_back",
     "take_rows",
     "with_slots",
 ]
@@ -175,9 +177,55 @@ def _extended(column: mx.array, arrived: mx.array, fresh: mx.array, *, in_place:
     return mx.concatenate([column, fresh], axis=-1) if fresh.shape[-1] else column
 
 
+def take_back(state: S, tokens: int, *, budget: int) -> S:
+    """The state as if the last arrivals of the block that awaits eviction had never come.
+
+    Exact, because nothing was lost: a block's tokens lie behind the kept slots, in order, and only its first may sit in
+    a slot that was free before.
+
+    Args:
+        state: a state after `absorb`.
+        tokens: how many arrivals to take back, 0 .. S, padded ones counted.
+        budget: rows that `evict` keeps.
+
+    Returns:
+        A state with S - tokens arrivals awaiting eviction.
+
+    Raises:
+        ValueError: more tokens than the block has.
+    """
+    slots = state.slots
+    count = slots.arrived.shape[1]
+    checks.integer("tokens", tokens, low=0)
+    if tokens > count:
+        raise ValueError(f"only the block that awaits eviction can be taken back, {count} tokens, got {tokens}")
+    if tokens == 0:
+        return state
+    left, length = count - tokens, slots.positions.shape[1] - tokens
+    if left == 0 and length >= budget:
+        length += 1  # the slot of the first arrival, which was free before
+    seen = slots.seen - (slots.arrived[:, left:] >= 0).sum(axis=1).astype(mx.int32)
+    positions = slots.positions[:, :length]
+    size = max(length, budget + 1)
+    slots = slots._replace(
+        keys=slots.keys[:, :size],
+        values=slots.values[:, :size],
+        positions=mx.where(positions < seen[:, None], positions, -1),
+        arrived=slots.arrived[:, :left],
+        seen=seen,
+    )
+    return map_columns(lambda column: column[..., :length], with_slots(state, slots))
+
+
 def with_slots(state: S, slots: Slots) -> S:
     """The same state over other slots."""
     return _replace(state, slots=slots)
+
+
+def arrivals(slots: Slots) -> tuple[mx.array, mx.array]:
+    """Keys [N, S, D] and values [N, S, Dv] of the block that awaits eviction; padded ones are any slot's."""
+    index = mx.maximum(slots.arrived, 0)[..., None]
+    return mx.take_along_axis(slots.keys, index, axis=1), mx.take_along_axis(slots.values, index, axis=1)
 
 
 def settle(state: S) -> S:
