@@ -1,12 +1,11 @@
 """veloxfn for mlx_lm: eviction caches for `generate`, `stream_generate` and whatever else takes a prompt cache.
 
-    import mlx_lm, veloxfn
-    from veloxfn_mlx_adapter import make_prompt_cache
-
-    model, tokenizer = mlx_lm.load(...)
-    policy = veloxfn.policy(veloxfn.h2o.Config(budget=512, age_normalised=True))
-    caches = make_prompt_cache(model, policy)
-    mlx_lm.generate(model, tokenizer, prompt, prompt_cache=caches)
+>>> import mlx_lm, veloxfn
+>>> from veloxfn_mlx_adapter import load_demo, make_prompt_cache
+>>> model, tokenizer = load_demo()  # or mlx_lm.load(...)
+>>> policy = veloxfn.policy(veloxfn.h2o.Config(budget=512, age_normalised=True))
+>>> caches = make_prompt_cache(model, policy)
+>>> text = mlx_lm.generate(model, tokenizer, "The sky is", max_tokens=2, prompt_cache=caches)
 """
 
 from __future__ import annotations

