@@ -144,6 +144,6 @@ CLAIMS: dict[type[Retention], Callable[[Retention], Claims]] = {
 
 
 def claims_for(config: Retention) -> Claims:
-    """The claims of a method of this package; a config of another type claims nothing beyond the universal laws."""
+    """The claims of a method of this package; a config of another type promises the universal laws alone."""
     stated = CLAIMS.get(type(config))
-    return Claims() if stated is None else stated(config)
+    return Claims(needs_queries=config.needs_queries) if stated is None else stated(config)

@@ -30,6 +30,7 @@ _VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split",
     "Squeeze", "StopGradient", "Transpose", "Unflatten", "View",
 }  # fmt: skip
+_CASTS = {"AsType", "BitwiseBinary", "Equal", "Select"}  # the latter widen float16 by moving its bits
 _WRITES = {"DynamicSliceUpdate", "Scatter", "ScatterAxis", "SliceUpdate"}
 _READS = {"DynamicSlice", "Gather", "GatherAxis"}
 _PRODUCTS = {"AddMM", "GatherMM", "Matmul", "ScaledDotProductAttention", "CustomKernel"}
@@ -141,7 +142,7 @@ def _moved(graph: list[Primitive], heavy: int, claims: Claims) -> list[str]:
         if claims.scores_keys and one.name in _PRODUCTS and not big_out:
             products += 1
             continue
-        if claims.scores_keys and one.name == "AsType" and _feeds_products(one, readers):
+        if claims.scores_keys and _feeds_products(one, readers):
             continue
         told.append(f"{one.name} {[s for _, s in one.inputs]} -> {[s for _, s in one.outputs]}")
     if products > 1:
@@ -150,10 +151,12 @@ def _moved(graph: list[Primitive], heavy: int, claims: Claims) -> list[str]:
 
 
 def _feeds_products(one: Primitive, readers: dict[str, list[Primitive]]) -> bool:
-    """Whether everything that reads the result, through views, is a product."""
+    """Whether this is a cast, or a part of one, and only products read what comes out."""
     followers = [reader for name, _ in one.outputs for reader in readers.get(name, [])]
-    return bool(followers) and all(
-        reader.name in _PRODUCTS or (reader.name in _VIEWS and _feeds_products(reader, readers)) for reader in followers
+    return (
+        one.name in _CASTS | _VIEWS
+        and bool(followers)
+        and all(reader.name in _PRODUCTS or _feeds_products(reader, readers) for reader in followers)
     )
 
 
