@@ -47,9 +47,9 @@ def test_check_catches_it(name: str) -> None:
 
 def run_suite(target: str, *options: str) -> subprocess.CompletedProcess[str]:
     """`pytest properties --policy target` as a third party runs it."""
-    paths = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "properties", "--policy", target, "-q", "-p", "no:cacheprovider", *options],
+        [sys.executable, "-P", "-m", "pytest", "properties", "--policy", target, "-q", "-p", "no:cacheprovider", *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HYPOTHESIS_PROFILE": "ci"},
         capture_output=True,

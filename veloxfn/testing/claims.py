@@ -101,7 +101,7 @@ def _h2o(config: Retention) -> Claims:
         scores_keys=True,
         block_without_loop=config.cadence == "block",
         may_freeze=config.recent_rows == 0 and (not true_queries or not (fades or config.age_normalised)),
-        nan_is_weak=True,
+        nan_is_weak=config.shared_heads == 1,  # a broken key gets no mass, but the other heads' mass counts for it
     )
 
 
