@@ -89,7 +89,7 @@ def test_lesson_37_the_graph_of_a_block_is_bounded():
 def test_lesson_37_a_block_of_4096_tokens_keeps_no_matrix_of_queries_by_slots():
     config = h2o.Config(budget=256)
     policy = h2o.policy(config)
-    rows, count, dim = 2, 4096, 16
+    rows, count, dim = 4, 4096, 16
     k, q = mx.zeros((rows, count, dim)), mx.zeros((rows, 1, count, dim))
     mx.eval(k, q)
     mx.clear_cache()

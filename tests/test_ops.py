@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from veloxfn.ops import attention_mass
-from veloxfn.ops.attention_mass import _step_exp, _widened, reference
+from veloxfn.ops import attention_mass, fusion
+from veloxfn.ops.attention_mass import _exp, _widened, reference
 
 
 def case(rows, groups, count, length, dim, dtype, seed=0):
@@ -63,15 +63,25 @@ def test_lesson_12_a_bad_key_takes_nothing_from_the_other_slots(bad, dtype):
 def test_exp_of_non_positive_numbers():
     x = mx.concatenate([-mx.linspace(0, 87, 100_001), mx.array([0.0, -0.0, -1e-30, -100.0, -1e30, -math.inf])])
     want = np.exp(np.maximum(np.array(x, np.float64), -87.0))
-    error = np.abs(np.array(_step_exp(x), np.float64) / want - 1)
+    error = np.abs(np.array(_exp(x), np.float64) / want - 1)
     assert np.all(error < 2e-7 + 8e-8 * np.minimum(-np.array(x, np.float64), 87.0))
-    assert _step_exp(mx.array([0.0])).item() == 1.0
+    assert _exp(mx.array([0.0])).item() == 1.0
 
 
 def test_widened_float16_is_exact_for_every_bit_pattern():
     half = mx.view(mx.arange(2**16, dtype=mx.uint32).astype(mx.uint16), mx.float16)
-    wide, unit = _widened(half)
+    wide, unit = _widened(half), 2.0**112
     finite = np.array(mx.isfinite(half))
     assert np.array_equal(np.array(mx.isnan(wide)), np.array(mx.isnan(half)))
     assert np.array_equal(np.array(mx.isinf(wide)), np.array(mx.isinf(half)))
     assert np.array_equal(np.array(wide)[finite].astype(np.float64) * unit, np.array(half)[finite].astype(np.float64))
+
+
+def test_fused_is_the_function_itself_where_nothing_can_be_built(monkeypatch):
+    calls = []
+    square = fusion.fused(lambda x: calls.append(1) or x * x)
+    monkeypatch.setattr(fusion, "_has_compiler", lambda: False)
+    monkeypatch.setattr(fusion, "on_gpu", lambda: False)
+    for _ in range(2):
+        assert square(mx.array([3.0])).item() == 9.0
+    assert len(calls) == 2, "not compiled: called each time"

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from veloxfn.ops.fusion import fused, on_gpu
+
 __all__ = ["attention_mass", "reference"]
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
-_TILE_ELEMENTS = {mx.DeviceType.cpu: 2**19, mx.DeviceType.gpu: 2**24}
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**24
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
@@ -36,11 +38,15 @@ def attention_mass(
     """
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
-    wide, unit = _widened(keys)
-    wide = wide.swapaxes(1, 2)
+    one = count == 1  # shapes of one-token steps change while a cache fills: nothing is compiled for them
+    unit = 1.0
+    if keys.dtype == mx.float16 and not on_gpu():
+        keys, unit = (_widened if one else _fused_widened)(keys), 2.0**112
+    wide = keys.astype(mx.float32).swapaxes(1, 2)
     queries = queries.astype(mx.float32) * (unit * dim**-0.5)
     weights = weights * (1 / groups)
-    tile = max(_TILE_QUERIES, _TILE_ELEMENTS[mx.default_device().type] // (rows * groups * length))
+    tile = max(_TILE_QUERIES, (_GPU_ELEMENTS if on_gpu() else _CPU_ELEMENTS) // (rows * groups * length))
+    columns = _columns if one else _fused_columns
     mass = mx.zeros((rows, length), mx.float32)
     for start in range(0, count, tile):
         stop = min(start + tile, count)
@@ -50,7 +56,7 @@ def attention_mass(
             heads, limit = mx.depends([heads, limit], [mass])  # one tile in memory at a time
         logits = heads.reshape(rows, groups * (stop - start), dim) @ wide[:, :, :seen]
         slots = positions[:, None, :seen]
-        part = _columns(
+        part = columns(
             logits.reshape(rows, groups, stop - start, seen),
             (slots >= 0) & (slots <= limit),
             weights[:, start:stop],
@@ -73,8 +79,7 @@ def _columns(logits: mx.array, visible: mx.array, weights: mx.array) -> mx.array
     rows, groups, count, length = logits.shape
     visible = visible[:, None] & (mx.abs(logits) < mx.inf)
     top = mx.max(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1, keepdims=True)
-    exp = _step_exp if count == 1 else mx.exp
-    powers = mx.where(visible, exp(logits - top), 0)
+    powers = mx.where(visible, _exp(logits - top), 0)
     total = powers @ mx.ones((length, 1))
     scale = mx.where(total > 0, weights[:, None, :, None] / total, 0)
     if groups * count == 1:
@@ -83,14 +88,16 @@ def _columns(logits: mx.array, visible: mx.array, weights: mx.array) -> mx.array
     return (spread @ powers.reshape(rows, groups * count, length)).reshape(rows, length)
 
 
-def _step_exp(x: mx.array) -> mx.array:
+_fused_columns = fused(_columns)
+
+
+def _exp(x: mx.array) -> mx.array:
     """e**x for x <= 0, relative error 2e-7 + 8e-8 |x|; below -87 that of -87.
 
-    MLX's CPU back end calls the scalar function, 16 ns per element and the largest cost of a one-token step; in a
-    compiled step this takes 3 ns, since it is multiplications and additions alone. On a GPU it is `mx.exp`. A block is
-    too large for the caches to profit.
+    MLX's CPU back end calls the scalar function, 16 ns per element and the largest cost of a step; compiled, this
+    takes 3 ns, since it is multiplications and additions alone. On a GPU it is `mx.exp`.
     """
-    if mx.default_device().type == mx.DeviceType.gpu:
+    if on_gpu():
         return mx.exp(x)
     y = mx.maximum(x, -87.0) * 1.4426950408889634
     shifted = y + 12582912.0  # 1.5 * 2**23: the nearest integer is in the low bits of the mantissa
@@ -104,15 +111,14 @@ def _step_exp(x: mx.array) -> mx.array:
     return power * mx.view(exponent, mx.float32)
 
 
-def _widened(keys: mx.array) -> tuple[mx.array, float]:
-    """Keys as float32, and the power of two that they are divided by.
+def _widened(half: mx.array) -> mx.array:
+    """float16 as float32, divided by 2**112; infinities and NaN stay what they are.
 
-    MLX's CPU back end converts float16 one branch at a time; moving the bits is exact, leaves the exponent 112 too
-    small, and compiles to a quarter of the time. Infinities and NaN stay what they are.
+    MLX's CPU back end converts float16 one branch at a time; moving the bits is exact and compiles to a quarter of that.
     """
-    if keys.dtype != mx.float16 or mx.default_device().type == mx.DeviceType.gpu:
-        return keys.astype(mx.float32), 1.0
-    half = mx.view(keys, mx.uint16).astype(mx.uint32)
-    bits = ((half & 0x8000) << 16) | ((half & 0x7FFF) << 13)
-    bits = mx.where((half & 0x7C00) == 0x7C00, bits | 0x7F800000, bits)
-    return mx.view(bits, mx.float32), 2.0**112
+    bits = mx.view(half, mx.uint16).astype(mx.uint32)
+    moved = ((bits & 0x8000) << 16) | ((bits & 0x7FFF) << 13)
+    return mx.view(mx.where((bits & 0x7C00) == 0x7C00, moved | 0x7F800000, moved), mx.float32)
+
+
+_fused_widened = fused(_widened)
