@@ -144,14 +144,18 @@ def test_lesson_42_a_thousand_steps_keep_peak_memory_flat(config):
     arrivals = block(config, 1)
     mx.eval(arrivals)
     step = mx.compile(lambda state, arrivals: policy.update_batched(state, **arrivals))
-    peaks = []
+    held, peaks = [], []
     for _ in range(4):
         mx.reset_peak_memory()
         for _ in range(250):
             state = step(state, arrivals)
             mx.eval(state)
+        mx.synchronize()
+        held.append(mx.get_active_memory())
         peaks.append(mx.get_peak_memory())
-    assert max(peaks[1:]) <= peaks[0] * 1.01, peaks
+    assert len(set(held)) == 1, held
+    # Which of a step's small buffers overlap is up to the scheduler.
+    assert max(peaks[1:]) - held[0] <= 1.5 * (peaks[0] - held[0]), peaks
 
 
 def test_lesson_42_a_step_writes_in_place():

@@ -114,7 +114,7 @@ def _exp(x: mx.array) -> mx.array:
 def _widened(half: mx.array) -> mx.array:
     """float16 as float32, divided by 2**112; infinities and NaN stay what they are.
 
-    MLX's CPU back end converts float16 one branch at a time; moving the bits is exact and compiles to a quarter of that.
+    MLX's CPU back end converts float16 one branch at a time; moving the bits is exact and takes a quarter of that.
     """
     bits = mx.view(half, mx.uint16).astype(mx.uint32)
     moved = ((bits & 0x8000) << 16) | ((bits & 0x7FFF) << 13)

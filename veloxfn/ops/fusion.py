@@ -26,7 +26,7 @@ def _has_compiler() -> bool:
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """`mx.compile` of a function of arrays; the function itself on a CPU without `g++`, which MLX builds kernels with."""
+    """`mx.compile` of a function of arrays; the function itself on a CPU without `g++`, which MLX needs to build."""
     compiled: Callable[P, T] = mx.compile(function)
 
     @functools.wraps(function)
