@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import veloxfn
+from veloxfn import h2o
 from veloxfn.testing import laws, normal_stream
 from veloxfn.testing.drive import kept, live_positions, run
 from veloxfn.testing.laws.rows import same_rows
@@ -110,3 +111,15 @@ def test_equal_keys_in_rows_of_different_streams() -> None:
     """Lesson 6: a row's stream is named by layer and head, not by its place."""
     assert veloxfn.streams(2, 3, layer=1).tolist() == [65536, 65537, 65538] * 2
     assert veloxfn.streams(1, 2).dtype == mx.uint32
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "settings"),
+    [(8, 3, {"decay": 0.99}), (24, 1, {"query_source": "key_proxy"})],
+    ids=str,
+)
+def test_long_blocks_are_scored_like_short_ones(rows: int, groups: int, settings: dict[str, object]) -> None:
+    """Lesson 37: a block of hundreds of tokens, worked through in tiles, has the reference's masses and choice."""
+    policy = h2o.policy(h2o.Config(budget=64, **settings))
+    stream = normal_stream(4, rows=rows, tokens=300, groups=groups, blocks=(20, 280))
+    laws.law_follows_the_oracle(policy, stream)

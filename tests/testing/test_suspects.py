@@ -48,8 +48,9 @@ def test_check_catches_it(name: str) -> None:
 def run_suite(target: str, *options: str) -> subprocess.CompletedProcess[str]:
     """`pytest properties --policy target` as a third party runs it."""
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    pytest_here = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "properties", "--policy", target, "-q", "-p", "no:cacheprovider", *options],
+        [*pytest_here, "properties", "--policy", target, *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HYPOTHESIS_PROFILE": "ci"},
         capture_output=True,

@@ -35,7 +35,6 @@ from veloxfn.testing.laws.claimed import (
 )
 from veloxfn.testing.laws.graph import (
     law_block_has_no_loop,
-    law_compiled_equals_eager,
     law_graph_does_not_grow_with_rows,
     law_memory_is_flat,
     law_no_selection_below_budget,
@@ -71,6 +70,7 @@ from veloxfn.testing.laws.rows import (
     law_padding_is_invisible,
     law_rows_may_be_reordered,
 )
+from veloxfn.testing.laws.transforms import law_compiled_equals_eager, law_mapped_equals_looped
 
 __all__ = [
     "STANDALONE",
@@ -102,6 +102,7 @@ __all__ = [
     "law_h2o_keeps_streaming_rows_plus_one",
     "law_inputs_are_untouched",
     "law_kept_rows_are_bit_copies",
+    "law_mapped_equals_looped",
     "law_mass_counts_queries",
     "law_mass_ignores_grouping_below_budget",
     "law_memory_is_flat",
@@ -159,6 +160,7 @@ STANDALONE: tuple[Law, ...] = (
     law_block_has_no_loop,
     law_graph_does_not_grow_with_rows,
     law_compiled_equals_eager,
+    law_mapped_equals_looped,
     law_memory_is_flat,
 )
 """Called as law(policy, claims=claims)."""

@@ -11,14 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from veloxfn.testing.claims import Claims, claims_for
-from veloxfn.testing.drive import AnyPolicy, AnyState, evidence, kept, leaves, run, step
-from veloxfn.testing.laws.rows import same_columns, same_rows
+from veloxfn.testing.drive import AnyPolicy, AnyState, evidence, leaves, run
 from veloxfn.testing.streams import Block, Stream, normal_stream
 
 __all__ = [
     "Primitive",
     "law_block_has_no_loop",
-    "law_compiled_equals_eager",
     "law_graph_does_not_grow_with_rows",
     "law_memory_is_flat",
     "law_no_selection_below_budget",
@@ -207,38 +205,6 @@ def law_graph_does_not_grow_with_rows(policy: AnyPolicy, claims: Claims | None =
         found[groups] = Counter(one.name for one in step_primitives(policy, claims, state, block))
     more = {name: (found[1][name], count) for name, count in found[8].items() if count > found[1][name]}
     assert sum(found[8].values()) <= sum(found[1].values()) + 8, f"operations grow with the rows (1, 8 groups): {more}"
-
-
-def law_compiled_equals_eager(policy: AnyPolicy, claims: Claims | None = None, *, tokens: int = 12) -> None:
-    """`mx.compile(update_batched)` traces once in steady state and keeps what the eager function keeps.
-
-    Lesson 38 (nothing is evaluated inside an update), lesson 39 (work per step does not grow with the tokens seen).
-    """
-    claims = claims or claims_for(policy.config)
-    budget, group = policy.config.budget, policy.config.shared_heads
-    blocks = (budget + 2,) + (1,) * tokens
-    stream = normal_stream(7, rows=2 * group, tokens=sum(blocks), blocks=blocks, dtype=mx.float16)
-    traces = 0
-
-    def update(state: AnyState, keys: mx.array, values: mx.array, given: dict[str, mx.array]) -> AnyState:
-        nonlocal traces
-        traces += 1
-        return policy.update_batched(state, keys, values, **given)
-
-    compiled = mx.compile(update)
-    eager = run(policy, stream.head(1), claims)
-    quick = eager
-    for block in stream.tail(1):
-        eager = step(policy, claims, eager, block)
-        try:
-            quick = compiled(quick, block.keys, block.values, evidence(claims, block))
-            mx.eval(list(leaves(quick).values()))
-        except (RuntimeError, ValueError) as error:
-            raise AssertionError(f"update_batched cannot be compiled: {error}") from error
-        assert type(quick) is type(eager), f"compiled code returns {type(quick).__name__}, not {type(eager).__name__}"
-        same_rows(kept(eager), kept(quick), f"compiled against eager after column {budget + 2 + block.stop}")
-        same_columns(eager, quick, list(range(stream.rows)), "compiled against eager")
-    assert traces == 1, f"{tokens} steps of one shape must be traced once, found {traces} traces"
 
 
 def law_memory_is_flat(policy: AnyPolicy, claims: Claims | None = None, *, tokens: int = 1000) -> None:
