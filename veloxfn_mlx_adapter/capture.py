@@ -44,15 +44,9 @@ def hook_installed() -> bool:
     return bool(_swap)
 
 
-def hold(owner: object, modules: Iterable[ModuleType] = ()) -> None:
-    """Keep the hook installed for as long as `owner` is alive.
-
-    Args:
-        owner: any object that can be weakly referenced.
-        modules: further modules that may refer to the attention function: those of a model outside mlx_lm.
-    """
-    token = _acquire(modules)
-    weakref.finalize(owner, _release, token).atexit = False
+def hold(owner: object) -> None:
+    """Keep the hook installed for as long as `owner`, any object that can be weakly referenced, is alive."""
+    weakref.finalize(owner, _release, _acquire(())).atexit = False
 
 
 @contextmanager
@@ -130,6 +124,7 @@ def _replace(old: Callable[..., mx.array], new: Callable[..., mx.array]) -> None
             setattr(module, name, new)
 
 
+@functools.cache  # one replacement per original: what another patch put back late is still recognised
 def _observed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """The original function, showing its call to an observing cache first."""
 

@@ -63,20 +63,18 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
             f"{len(caches)} layers have {kinds}, {sum(p is not None for p in policies)} have a policy"
         )
     layers = list(getattr(model, "layers", []))
-    modules = capture.modules_of(model)
-    for i in wanted:
-        chosen = policies[i]
-        assert chosen is not None
-        if chosen.config.needs_queries:
-            asked = layers[i] if len(layers) == len(caches) else model
-            if not capture.uses_hook(asked):
+    with capture.query_capture(model):
+        for i in wanted:
+            chosen = cast(Policy[Any], policies[i])
+            if chosen.config.needs_queries and not capture.uses_hook(
+                layers[i] if len(layers) == len(caches) else model
+            ):
                 raise ValueError(
                     f"{_method(chosen.config)} ranks by the model's queries, but layer {i} of {owner} does not call "
                     f"mlx_lm's scaled_dot_product_attention, which shows them; "
                     f"methods without queries (knorm, streaming_llm) work with it"
                 )
-        caches[i] = EvictingCache(chosen, layer=i, owner=owner)
-        capture.hold(caches[i], modules)
+            caches[i] = EvictingCache(chosen, layer=i, owner=owner)
     return caches
 
 
