@@ -115,7 +115,7 @@ def test_equal_keys_in_rows_of_different_streams() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "groups", "settings"),
-    [(8, 3, {"decay": 0.99}), (24, 1, {"query_source": "key_proxy"})],
+    [(6, 2, {"decay": 0.99}), (12, 1, {"query_source": "key_proxy"})],
     ids=str,
 )
 def test_long_blocks_are_scored_like_short_ones(rows: int, groups: int, settings: dict[str, object]) -> None:

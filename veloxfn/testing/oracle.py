@@ -102,19 +102,20 @@ class Verdict:
         )
 
 
-def _attention(query: Vector, keys: list[Vector]) -> list[float]:
-    scores = [float(query @ key) / math.sqrt(len(query)) for key in keys]
-    top = max(scores)
-    weights = [math.exp(score - top) for score in scores]
-    total = math.fsum(weights)
-    return [weight / total for weight in weights]
+def _attention(query: Vector, tokens: list[Token]) -> Vector:
+    """Softmax of query . key / sqrt(D)."""
+    scores = np.array([token.key for token in tokens]) @ query / math.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    shares: Vector = weights / weights.sum()
+    return shares
 
 
 def _add_attention(row: Row, visible: int, queries: Vector, decay: float) -> None:
     """Decay all mass, then add one query's attention over the first `visible` tokens, averaged over heads [G, D]."""
-    heads = [_attention(query, [token.key for token in row.tokens[:visible]]) for query in queries]
-    for index, token in enumerate(row.tokens[:visible]):
-        token.mass = decay * token.mass + sum(head[index] for head in heads) / len(heads)
+    tokens = row.tokens[:visible]
+    received = np.mean([_attention(query, tokens) for query in queries], axis=0)
+    for token, share in zip(tokens, received, strict=True):
+        token.mass = decay * token.mass + float(share)
 
 
 def score_h2o(config: Retention, row: Row, arrivals: int, queries: Vector) -> list[float]:
