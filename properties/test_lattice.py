@@ -33,6 +33,18 @@ def test_retire_by_position_is_streaming_llm(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
+def test_retire_ranks_like_the_oracle(data: st.DataObject) -> None:
+    """Lessons 10, 11, 12."""
+    budget = data.draw(st.integers(1, 8))
+    sink = data.draw(st.integers(0, budget - 1))
+    config = knorm.Config(budget=budget, sink=sink, recent=data.draw(st.integers(0, budget - 1 - sink)))
+    stream = data.draw(streams(budget=budget, padded=data.draw(st.booleans())))
+    few = st.sampled_from([0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf")])
+    importance = data.draw(st.lists(few | st.floats(width=32), min_size=1, max_size=30))
+    laws.law_retire_ranks_like_the_oracle(config, stream, importance)
+
+
+@given(data=st.data())
 def test_mass_counts_queries(data: st.DataObject) -> None:
     budget = data.draw(st.integers(2, 20))
     policy = h2o.policy(h2o.Config(budget=budget, sink=0, cadence=data.draw(st.sampled_from(["block", "token"]))))

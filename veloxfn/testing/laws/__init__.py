@@ -48,6 +48,7 @@ from veloxfn.testing.laws.lattice import (
     law_mass_counts_queries,
     law_mass_ignores_grouping_below_budget,
     law_retire_by_position_is_streaming_llm,
+    law_retire_ranks_like_the_oracle,
 )
 from veloxfn.testing.laws.layout import (
     law_counts,
@@ -116,6 +117,7 @@ __all__ = [
     "law_protected_survive",
     "law_queries_see_all_before_them",
     "law_retire_by_position_is_streaming_llm",
+    "law_retire_ranks_like_the_oracle",
     "law_rows_may_be_reordered",
     "law_shapes_and_dtypes",
     "law_state_over_budget_shrinks",

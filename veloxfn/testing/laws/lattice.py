@@ -9,11 +9,12 @@ import mlx.core as mx
 import numpy as np
 
 from veloxfn import h2o, streaming_llm
+from veloxfn.base import Retention
 from veloxfn.retention import retire
 from veloxfn.testing.claims import Claims, claims_for
 from veloxfn.testing.drive import AnyPolicy, AnyState, floats, kept, run, start, steps
 from veloxfn.testing.laws.rows import same_columns, same_rows
-from veloxfn.testing.oracle import MARGIN, replay
+from veloxfn.testing.oracle import MARGIN, Row, Token, choose, replay
 from veloxfn.testing.streams import Stream
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "law_h2o_keeps_streaming_rows_plus_one",
     "law_mass_counts_queries",
     "law_mass_ignores_grouping_below_budget",
+    "law_retire_ranks_like_the_oracle",
     "law_retire_by_position_is_streaming_llm",
 ]
 
@@ -150,3 +152,30 @@ def _block_mass(absorbed: AnyState, queries: mx.array) -> mx.array:
         weights = np.where(seen, np.exp(scores - scores[:, seen].max(axis=1, keepdims=True)), 0.0)
         mass[row] += (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
     return mx.array(mass.astype(np.float32))
+
+
+def law_retire_ranks_like_the_oracle(config: Retention, stream: Stream, importance: Sequence[float]) -> None:
+    """`retire` of any importance, by position, loses what the reference loses, exactly: NaN, infinities, signed zeros.
+
+    Lesson 10, lesson 11, lesson 12. The importance of position p is importance[p % len(importance)].
+    """
+    policy = streaming_llm.policy(streaming_llm.Config(budget=config.budget, sink=0))
+    table = np.asarray(importance, dtype=np.float32)
+    state = start(policy, stream)
+    for block in stream:
+        absorbed = policy.absorb(state, block.keys, block.values, valid=block.valid)
+        state = absorbed
+        if block.stop > block.start:
+            positions = np.array(absorbed.slots.positions)
+            state = retire(absorbed, mx.array(table[positions % len(table)]), config)
+        for row, (before, after) in enumerate(zip(kept(absorbed), kept(state), strict=True)):
+            reference = Row(
+                [Token(int(p), np.zeros(1)) for p in before.positions], len(stream.columns(row, block.stop))
+            )
+            worth = [float(table[p % len(table)]) for p in before.positions]
+            verdict = choose(config, reference, worth)
+            facts = list(zip(verdict.positions, worth, verdict.protected, strict=True))
+            assert after.positions.tolist() == verdict.survivors, (
+                f"row {row} after column {block.stop}: retire must lose {verdict.lost} of (position, importance, "
+                f"protected) {facts}, kept {after.positions.tolist()}"
+            )
