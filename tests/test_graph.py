@@ -89,7 +89,7 @@ def test_lesson_37_the_graph_of_a_block_is_bounded():
 def test_lesson_37_a_block_of_4096_tokens_keeps_no_matrix_of_queries_by_slots():
     config = h2o.Config(budget=256)
     policy = h2o.policy(config)
-    rows, count, dim = 4, 4096, 16
+    rows, count, dim = 16, 4096, 16
     k, q = mx.zeros((rows, count, dim)), mx.zeros((rows, 1, count, dim))
     mx.eval(k, q)
     mx.clear_cache()
@@ -158,6 +158,7 @@ def test_lesson_42_a_thousand_steps_keep_peak_memory_flat(config):
     assert max(peaks[1:]) - held[0] <= 1.5 * (peaks[0] - held[0]), peaks
 
 
+@pytest.mark.skipif(mx.cuda.is_available(), reason="MLX's CUDA back end copies evaluated buffers that it writes into")
 def test_lesson_42_a_step_writes_in_place():
     """A step over buffers of 64 MB, whose old state is let go of, takes next to no new memory."""
     config = streaming_llm.Config(budget=2**15 - 1)

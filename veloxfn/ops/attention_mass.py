@@ -15,7 +15,7 @@ from veloxfn.ops.fusion import fused, on_gpu
 __all__ = ["attention_mass", "reference"]
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
-_CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**24
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
