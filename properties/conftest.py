@@ -26,14 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "subject" in metafunc.fixturenames:
-        target = metafunc.config.getoption("--policy")
+        target = metafunc.config.getoption("--policy", default=None)
         subjects: list[Subject] = [load_subject(target)] if target else registry()
         metafunc.parametrize("subject", subjects, ids=repr)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --policy, laws about this package's own methods are left out."""
-    if not config.getoption("--policy"):
+    if not config.getoption("--policy", default=None):
         return
     here = os.path.dirname(__file__)
     kept, others = [], []

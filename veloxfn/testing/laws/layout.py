@@ -13,6 +13,9 @@ from veloxfn.testing.streams import Stream
 __all__ = ["law_counts", "law_get_kv_is_temporal", "law_positions_name_arrivals", "law_shapes_and_dtypes"]
 
 
+_KINDS = {"positions": mx.int32, "arrived": mx.int32, "seen": mx.int32, "streams": mx.uint32}
+
+
 def law_positions_name_arrivals(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
     """Positions are -1 or arrival indices below `seen`, no two alike in a row; n <= budget + 1 after `evict`."""
     for block, _, _, after in steps(policy, stream, claims):
@@ -108,6 +111,9 @@ def law_shapes_and_dtypes(policy: AnyPolicy, stream: Stream, claims: Claims | No
     empty = start(policy, stream)
     names = [(path, leaf.dtype) for path, leaf in leaves(empty).items()]
     kind = type(empty)
+    for name, dtype in _KINDS.items():
+        found_dtype = getattr(empty.slots, name).dtype
+        assert found_dtype == dtype, f"slots.{name} must be {dtype}, found {found_dtype}"
     capacity = policy.config.budget + 1
     for block, _, absorbed, after in steps(policy, stream, claims):
         for stage, state in (("absorb", absorbed), ("evict", after)):

@@ -125,14 +125,15 @@ def law_errors_change_nothing(policy: AnyPolicy, stream: Stream, claims: Claims 
     good = normal_stream(5, rows=stream.rows, tokens=1, key_dim=stream.key_dim, value_dim=stream.value_dim)
     block = Block(*(_cast(part, stream.dtype) for part in next(iter(good))))
     expected = snapshot(step(policy, claims, state, block))
-    for what, error, call in _bad_calls(policy, claims, state, block):
+    for what, error, named, call in _bad_calls(policy, claims, state, block):
         try:
             mx.eval(list(leaves(call()).values()))
         except error as raised:
             message = str(raised)
         else:
             raise AssertionError(f"{what} must raise {error}, nothing was raised")
-        assert message, f"the error for {what} must say what is wrong"
+        unsaid = [word for word in named if word not in message] if message else ["anything"]
+        assert not unsaid, f"the error for {what} must name {named}, it says {message!r}"
         told = differences(before, snapshot(state))
         assert not told, f"after the error for {what} the old state changed: {told}"
     told = differences(expected, snapshot(step(policy, claims, state, block)))
@@ -143,7 +144,7 @@ def _cast(part: Any, dtype: mx.Dtype) -> Any:
     return part.astype(dtype) if isinstance(part, mx.array) else part
 
 
-_Bad = tuple[str, type[Exception] | tuple[type[Exception], ...], Callable[[], AnyState]]
+_Bad = tuple[str, type[Exception] | tuple[type[Exception], ...], tuple[str, ...], Callable[[], AnyState]]
 
 
 def _bad_calls(policy: AnyPolicy, claims: Claims, state: AnyState, block: Block) -> Iterator[_Bad]:
@@ -156,20 +157,24 @@ def _bad_calls(policy: AnyPolicy, claims: Claims, state: AnyState, block: Block)
     def update(k: mx.array, v: mx.array, **more: mx.array) -> Callable[[], AnyState]:
         return lambda: policy.update_batched(state, k, v, **(asked | more))
 
-    yield f"keys of {other} for a state of {keys.dtype}", TypeError, update(keys.astype(other), values)
-    yield f"values of {other} for a state of {keys.dtype}", TypeError, update(keys, values.astype(other))
-    yield "keys of twice the key dimension", any_error, update(wide, values)
-    yield "one row too many", any_error, update(mx.concatenate([keys, keys[:1]]), mx.concatenate([values, values[:1]]))
-    yield "keys of rank 2", any_error, update(keys[:, 0], values)
-    yield "one value too many", any_error, update(keys, mx.concatenate([values, values], axis=1))
-    yield "a mask of two tokens for one", any_error, update(keys, values, valid=mx.ones((keys.shape[0], 2), mx.bool_))
+    both = (str(other).rsplit(".", 1)[-1], str(keys.dtype).rsplit(".", 1)[-1])
+    rows, _, key_dim = keys.shape
+    more_keys, more_values = mx.concatenate([keys, keys[:1]]), mx.concatenate([values, values[:1]])
+    two_values, two_flags = mx.concatenate([values, values], axis=1), mx.ones((rows, 2), mx.bool_)
+    yield f"keys of {other} for a state of {keys.dtype}", TypeError, both, update(keys.astype(other), values)
+    yield f"values of {other} for a state of {keys.dtype}", TypeError, both, update(keys, values.astype(other))
+    yield "keys of twice the key dimension", any_error, (str(2 * key_dim), str(key_dim)), update(wide, values)
+    yield "one row too many", any_error, (str(rows + 1), str(rows)), update(more_keys, more_values)
+    yield "keys of rank 2", any_error, (), update(keys[:, 0], values)
+    yield "one value too many", any_error, (), update(keys, two_values)
+    yield "a mask of two tokens for one", any_error, (), update(keys, values, valid=two_flags)
     if claims.needs_queries:
-        yield "missing queries", any_error, lambda: policy.update_batched(state, keys, values)
+        yield "missing queries", any_error, ("queries",), lambda: policy.update_batched(state, keys, values)
         twice = mx.concatenate([queries, queries], axis=2)
-        yield "queries of two tokens for one", any_error, update(keys, values, queries=twice)
-        yield "queries of rank 3", any_error, update(keys, values, queries=queries[:, 0])
+        yield "queries of two tokens for one", any_error, ("queries",), update(keys, values, queries=twice)
+        yield "queries of rank 3", any_error, ("queries",), update(keys, values, queries=queries[:, 0])
     if not claims.takes_queries:
-        yield "queries for a method that takes none", any_error, update(keys, values, queries=queries)
+        yield "queries for a method that takes none", any_error, (), update(keys, values, queries=queries)
 
 
 def law_global_randomness_is_left_alone(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:

@@ -87,6 +87,8 @@ def law_rows_may_be_reordered(policy: AnyPolicy, stream: Stream, claims: Claims 
     taken = veloxfn.take_rows(middle, mx.array(order))
     _leading_axis(taken, len(order), "take_rows")
     moved = run(policy, stream.only(order).tail(half), claims, taken)
+    names, expected = np.array(moved.slots.streams).tolist(), stream.names[order].tolist()
+    assert names == expected, f"rows taken in the order {order} must keep their streams {expected}, found {names}"
     straight = kept(run(policy, stream, claims))
     same_rows([straight[row] for row in order], kept(moved), f"rows taken in the order {order}")
 
