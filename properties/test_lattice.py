@@ -40,8 +40,29 @@ def test_retire_ranks_like_the_oracle(data: st.DataObject) -> None:
     config = knorm.Config(budget=budget, sink=sink, recent=data.draw(st.integers(0, budget - 1 - sink)))
     stream = data.draw(streams(budget=budget, padded=data.draw(st.booleans())))
     few = st.sampled_from([0.0, -0.0, 1.0, -1.0, float("nan"), float("inf"), -float("inf")])
-    importance = data.draw(st.lists(few | st.floats(width=32), min_size=1, max_size=30))
+    importance = data.draw(st.lists(few | st.floats(width=32, allow_subnormal=False), min_size=1, max_size=30))
     laws.law_retire_ranks_like_the_oracle(config, stream, importance)
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+@pytest.mark.parametrize(
+    "importance",
+    [
+        [0.0, -0.0],
+        [-0.0, 0.0, 0.0],
+        [1.0],
+        [float("nan"), 1.0],
+        [float("inf"), float("nan"), -float("inf"), 0.0],
+        [-1.0, -2.0, 1e-30, -1e-30, 0.0],
+        [3e38, -3e38, float("inf"), 1.0, 1.0000001],
+    ],
+    ids=str,
+)
+def test_retire_ranks_edge_cases(importance: list[float], size: int) -> None:
+    """Lessons 10, 11, 12: signed zeros tie, NaN goes first, infinities and neighbours are in order."""
+    stream = normal_stream(0, rows=2, tokens=20, blocks=split(20, size))
+    for config in (knorm.Config(budget=4, sink=0), knorm.Config(budget=5, sink=1, recent=2)):
+        laws.law_retire_ranks_like_the_oracle(config, stream, importance)
 
 
 @given(data=st.data())
