@@ -96,6 +96,7 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "h2o-last-query": _h2o(decay=0.0, recent=0, sink=0, cadence="token"),
         "h2o-observed": _halves(age_normalised=True),
         "h2o-proxy": _halves(query_source="key_proxy"),
+        "h2o-proxy-observed": _halves(query_source="key_proxy", age_normalised=True),
         "h2o-proxy-fading": _halves(query_source="key_proxy", decay=0.9, cadence="token"),
         "h2o-shared": _h2o(shared_heads=2),
     },
