@@ -256,7 +256,8 @@ def line(row: Row) -> str:
     """A row as one line of a Markdown table."""
     sizes = row.sizes
     if isinstance(row.value, timing.Ratio):
-        figure = f"{row.value.median:.2f} {row.unit} ({row.value.low:.2f} to {row.value.high:.2f})"
+        ratio = row.value
+        figure = f"{ratio.median:.2f} {row.unit} ({ratio.low:.2f} to {ratio.high:.2f}), best {ratio.best:.2f}"
     else:
         figure = f"{row.value:.2f} {row.unit}"
     target = "" if row.target is None else f"{row.target[0]} {row.target[1]:.4g} {'met' if row.met else 'MISSED'}"
@@ -270,7 +271,11 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-HEAD = "| case | dtype | tokens | figure (quartiles) | target | time per call: best / median |\n" + 6 * "|---" + "|"
+HEAD = (
+    "| case | dtype | tokens | figure (quartiles), of the best rounds | target | time per call: best / median |\n"
+    + 6 * "|---"
+    + "|"
+)
 
 
 def report(rows: list[Row]) -> dict[str, Any]:

@@ -24,11 +24,16 @@ class Spread(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times slower one side is than another: median over rounds, and its quartiles."""
+    """How many times slower one side is than another.
+
+    `median`, `low` and `high` are median and quartiles over the rounds; `best` compares the fastest round of each side,
+    which is what a machine with nothing else to do would show.
+    """
 
     median: float
     low: float
     high: float
+    best: float
 
 
 def interleave(
@@ -81,4 +86,4 @@ def ratio(slower: Sequence[float], faster: Sequence[float]) -> Ratio:
     """The rounds of two sides as one ratio: slower / faster, taken round by round."""
     each = [a / b for a, b in zip(slower, faster, strict=True)]
     low, high = _quartiles(each)
-    return Ratio(median=statistics.median(each), low=low, high=high)
+    return Ratio(median=statistics.median(each), low=low, high=high, best=min(slower) / min(faster))

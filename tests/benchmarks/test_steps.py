@@ -37,9 +37,10 @@ def test_turns_alternate_and_warmup_is_not_timed():
 
 def test_ratios_are_taken_round_by_round():
     # A machine that is 10 times slower in one round changes both sides, not their ratio.
-    assert timing.ratio([4.0, 40.0, 4.4], [1.0, 10.0, 1.1]) == pytest.approx((4.0, 4.0, 4.0))
+    assert timing.ratio([4.0, 40.0, 4.4], [1.0, 10.0, 1.1]) == pytest.approx((4.0, 4.0, 4.0, 4.0))
+    assert timing.ratio([4.0, 6.0, 8.0], [2.0, 2.0, 1.0]) == (3.0, 2.5, 5.5, 4.0)
     assert timing.spread([3.0, 1.0, 2.0]) == (1.0, 2.0, 1.5, 2.5)
-    assert timing.ratio([3.0], [2.0]) == (1.5, 1.5, 1.5)
+    assert timing.ratio([3.0], [2.0]) == (1.5, 1.5, 1.5, 1.5)
 
 
 @pytest.mark.parametrize("evidence", ["queries", "attention"])
@@ -140,7 +141,7 @@ def test_the_fastest_form_of_the_other_side_counts(monkeypatch):
 
 
 def test_the_report_is_json_with_machine_and_targets():
-    ratio = timing.Ratio(4.2, 4.0, 4.5)
+    ratio = timing.Ratio(4.2, 4.0, 4.5, 4.4)
     row = steps.Row("case, queries", {"tokens": 1, "dtype": "float32"}, ratio, "x", (steps.AT_LEAST, 4.0))
     small = steps.Row("extra", {"tokens": 1, "dtype": "float32"}, 3.0, "MiB", (steps.AT_MOST, 2.0))
     told = json.loads(json.dumps(steps.report([row, small])))
