@@ -16,6 +16,7 @@ from veloxfn.testing.laws.blocks import (
     law_candidate_mask,
     law_candidates,
     law_causal_attention,
+    law_masked_attention,
     law_queries_see_all_before_them,
 )
 from veloxfn.testing.laws.budget import (
@@ -104,6 +105,7 @@ __all__ = [
     "law_inputs_are_untouched",
     "law_kept_rows_are_bit_copies",
     "law_mapped_equals_looped",
+    "law_masked_attention",
     "law_mass_counts_queries",
     "law_mass_ignores_grouping_below_budget",
     "law_memory_is_flat",
@@ -148,6 +150,7 @@ UNIVERSAL: tuple[Law, ...] = (
     law_candidate_mask,
     law_queries_see_all_before_them,
     law_causal_attention,
+    law_masked_attention,
     law_global_best,
     law_content_does_not_matter,
     law_follows_the_oracle,

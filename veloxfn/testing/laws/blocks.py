@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,13 @@ from veloxfn.testing.claims import Claims
 from veloxfn.testing.drive import AnyPolicy, Step, bits, floats, live_positions, steps
 from veloxfn.testing.streams import Stream
 
-__all__ = ["law_candidate_mask", "law_candidates", "law_causal_attention", "law_queries_see_all_before_them"]
+__all__ = [
+    "law_candidate_mask",
+    "law_candidates",
+    "law_causal_attention",
+    "law_masked_attention",
+    "law_queries_see_all_before_them",
+]
 
 
 Numbers = npt.NDArray[Any]
@@ -106,26 +113,62 @@ def law_queries_see_all_before_them(policy: AnyPolicy, stream: Stream, claims: C
             )
 
 
+def _attention(one: Step, keys: Numbers, values: Numbers) -> Numbers:
+    """What the block's queries receive from the slots they see, in float64: [N, G, S, Dv]; 0 for a padded token."""
+    queries = floats(one.block.queries).astype(np.float64)
+    seen = _visible(one)[:, None]
+    scores = np.einsum("ngsd,nmd->ngsm", queries, keys) * keys.shape[2] ** -0.5
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - np.where(seen, scores, -1e30).max(axis=-1, keepdims=True))
+    received: Numbers = np.einsum(
+        "ngsm,nmd->ngsd", weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-30), values
+    )
+    return received
+
+
+def _check_attention(one: Step, found: mx.array, counted: Numbers, keys: mx.array, values: mx.array, how: str) -> None:
+    live = np.asarray(_visible(one).any(axis=1))[..., None]
+    expected = _attention(one, np.where(live, floats(keys), 0.0), np.where(live, floats(values), 0.0))
+    error = np.abs(floats(found) - expected).swapaxes(1, 2)[counted]
+    assert (error <= 1e-4 * (1 + np.abs(expected).swapaxes(1, 2)[counted])).all(), (
+        f"columns {one.block.start} .. {one.block.stop - 1}: attention over the candidates {how} is off by "
+        f"{error.max():.3g}"
+    )
+
+
 def law_causal_attention(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
-    """Attention over the candidates equals attention over what was kept and arrived, computed in float64."""
+    """Attention over the candidates, lower-right causal, equals the same sum over what was kept and arrived."""
     if stream.padded or stream.dtype != mx.float32:
         return
     for one in steps(policy, stream, claims):
-        size = one.block.stop - one.block.start
-        if size == 0:
+        if one.block.stop == one.block.start:
             continue
         keys, values = policy.candidates(one.absorbed)
-        queries = one.block.queries
-        scale = stream.key_dim**-0.5
-        scores = np.einsum("ngsd,nmd->ngsm", floats(queries).astype(np.float64), floats(keys)) * scale
-        scores = np.where(_visible(one)[:, None], scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        expected = np.einsum("ngsm,nmd->ngsd", weights, floats(values))
         found = mx.fast.scaled_dot_product_attention(
-            queries, keys[:, None], values[:, None], scale=scale, mask="causal" if size > 1 else None
+            one.block.queries,
+            keys[:, None],
+            values[:, None],
+            scale=stream.key_dim**-0.5,
+            mask="causal" if one.block.stop - one.block.start > 1 else None,
         )
-        assert np.allclose(floats(found), expected, rtol=1e-4, atol=1e-4), (
-            f"columns {one.block.start} .. {one.block.stop - 1}: attention over the candidates is off by "
-            f"{np.abs(floats(found) - expected).max():.3g}"
+        _check_attention(one, found, stream.valid[:, one.block.start : one.block.stop], keys, values, "causal")
+
+
+def law_masked_attention(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
+    """Attention under `candidate_mask` is right for every counted token, whatever padded arrivals hold, NaN included.
+
+    Lesson 15 (ragged rows padded with anything must not receive attention).
+    """
+    if stream.dtype != mx.float32:
+        return
+    keys, values = stream.keys.copy(), stream.values.copy()
+    keys[~stream.valid] = values[~stream.valid] = np.nan
+    for one in steps(policy, replace(stream, keys=keys, values=values), claims):
+        if one.block.stop == one.block.start:
+            continue
+        k, v = policy.candidates(one.absorbed)
+        mask = veloxfn.candidate_mask(policy.config, one.absorbed)[:, None]
+        found = mx.fast.scaled_dot_product_attention(
+            one.block.queries, k[:, None], v[:, None], scale=stream.key_dim**-0.5, mask=mask
         )
+        _check_attention(one, found, stream.valid[:, one.block.start : one.block.stop], k, v, "under candidate_mask")
