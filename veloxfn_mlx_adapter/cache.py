@@ -298,7 +298,10 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver):  # type
             if self._complaint:
                 why = f"the attention of {self._owner} does not show them: {self._complaint}"
             elif capture.hook_installed():
-                why = f"{self._owner} did not call mlx_lm's scaled_dot_product_attention with this cache"
+                why = (
+                    f"{self._owner} did not call mlx_lm's scaled_dot_product_attention with this cache "
+                    f"(a model outside mlx_lm may need to run inside query_capture(model))"
+                )
             else:
                 why = "remove_hook() was called; make the caches anew, or run the model inside query_capture()"
             raise RuntimeError(

@@ -27,4 +27,4 @@ seventy-nine of them, to the school of Eskmouth. The children copied the weather
 and it turned out to be one of the longest records of rain on that coast. Today the tower is open on Sundays \
 from May to September, and the lens still turns.
 
-Question: how did the light of Eskmouth change over the years, and what are the keepers' books good for today?"""
+Question: who was the last keeper, and what did he give to the school of Eskmouth?"""
