@@ -37,7 +37,7 @@ class Effort(NamedTuple):
     block_rounds: int
 
 
-FULL, QUICK = Effort(rounds=30, calls=20, block_rounds=5), Effort(rounds=8, calls=10, block_rounds=1)
+FULL, QUICK = Effort(rounds=30, calls=20, block_rounds=3), Effort(rounds=8, calls=10, block_rounds=1)
 
 
 class Row(NamedTuple):
@@ -201,7 +201,7 @@ def budget_growth(effort: Effort) -> Iterator[Row]:
         for design in ("slots", "copying"):
             pair = {f"budget {b}": seconds[f"{design}, budget {b}"] for b in (large, small)}
             yield Row(
-                f"streaming_llm step, {design}: budget {large} against {small}",
+                f"streaming_llm step, {rows} x {dim}, {design}: budget {large} against {small}",
                 sizes,
                 timing.ratio(*pair.values()),
                 "x slower",
