@@ -22,7 +22,8 @@ except ModuleNotFoundError as error:
 from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.capture import hook_installed, query_capture, remove_hook
 from veloxfn_mlx_adapter.demo import load_demo
-from veloxfn_mlx_adapter.prompt_cache import LayerDiagnostics, diagnostics, make_prompt_cache
+from veloxfn_mlx_adapter.diagnostics import LayerDiagnostics, diagnostics
+from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache
 
 __all__ = [
     "EvictingCache",

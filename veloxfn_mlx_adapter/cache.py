@@ -10,13 +10,14 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 import veloxfn
 from veloxfn import Policy, Retention
+from veloxfn.slots import take_back
 from veloxfn_mlx_adapter import capture, observed, portable, stepping
-from veloxfn_mlx_adapter.rollback import take_back
+from veloxfn_mlx_adapter.diagnostics import Diagnosed
 
 __all__ = ["EvictingCache"]
 
 
-class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver):  # type: ignore[misc]
+class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnosed):  # type: ignore[misc]
     """Key/value cache of one attention layer that keeps `budget` rows per kv head from call to call.
 
     A call returns everything kept before it and its own block, as mlx_lm's masks expect; the eviction that follows a
@@ -38,16 +39,6 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver):  # type
         self._complaint = ""  # why attention showed no usable queries
         self._batch, self._heads, self._offset = 0, 0, 0
         capture.hold(self)
-
-    @property
-    def config(self) -> Retention:
-        """Settings of the method."""
-        return self._policy.config
-
-    @property
-    def method_state(self) -> Any:
-        """The method's state, for `veloxfn.kept_positions` and the like; None before the first token."""
-        return self._state
 
     # A forward pass: offset, make_mask, update_and_fetch, observe.
 

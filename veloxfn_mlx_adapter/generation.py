@@ -15,7 +15,8 @@ import veloxfn
 from veloxfn import Retention
 from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.demo import load_demo
-from veloxfn_mlx_adapter.prompt_cache import diagnostics, make_prompt_cache
+from veloxfn_mlx_adapter.diagnostics import diagnostics
+from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache
 
 __all__ = [
     "Answer",
@@ -144,9 +145,6 @@ def answer(
 
 def report(caches: list[Any], said: Answer) -> str:
     """What the caches hold now against a cache that keeps everything, and how fast it went."""
-    for cache in caches:
-        if isinstance(cache, EvictingCache):
-            cache.settle()
     layers = diagnostics(caches)
     kept, full = sum(layer.kept_bytes for layer in layers), sum(layer.full_bytes for layer in layers)
     budgets = sorted({layer.layer_budget for layer in layers})

@@ -1,34 +1,18 @@
-"""Make eviction caches for a model, and tell what they hold."""
+"""Make eviction caches for a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, cast
 
-import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-import veloxfn
 from veloxfn import Policy, Retention
 from veloxfn_mlx_adapter import capture
 from veloxfn_mlx_adapter.cache import EvictingCache
+from veloxfn_mlx_adapter.diagnostics import method_name
 
-__all__ = ["LayerDiagnostics", "diagnostics", "make_prompt_cache"]
-
-
-@dataclass(frozen=True)
-class LayerDiagnostics:
-    """What the cache of one layer holds, per sequence of the batch where nothing else is said."""
-
-    layer: int
-    method: str
-    layer_budget: int  # rows per kv head between calls
-    tokens_seen: int
-    tokens_kept: int  # rows per kv head now, the block that awaits its eviction included
-    kept_bytes: int  # keys and values of those rows, all heads and sequences
-    full_bytes: int  # the same had nothing been evicted
-    compression_ratio: float  # full_bytes / kept_bytes, 1.0 when empty
+__all__ = ["make_prompt_cache"]
 
 
 def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | None]) -> list[Any]:
@@ -70,48 +54,12 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
                 layers[i] if len(layers) == len(caches) else model
             ):
                 raise ValueError(
-                    f"{_method(chosen.config)} ranks by the model's queries, but layer {i} of {owner} does not call "
-                    f"mlx_lm's scaled_dot_product_attention, which shows them; "
+                    f"{method_name(chosen.config)} ranks by the model's queries, but layer {i} of {owner} does not "
+                    f"call mlx_lm's scaled_dot_product_attention, which shows them; "
                     f"methods without queries (knorm, streaming_llm) work with it"
                 )
             caches[i] = EvictingCache(chosen, layer=i, owner=owner)
     return caches
-
-
-def diagnostics(caches: Iterable[Any]) -> list[LayerDiagnostics]:
-    """What each `EvictingCache` among `caches` holds; reading it waits for the arrays.
-
-    Args:
-        caches: caches of one model; others are skipped.
-    """
-    return [_layer(i, cache) for i, cache in enumerate(caches) if isinstance(cache, EvictingCache)]
-
-
-def _layer(index: int, cache: EvictingCache) -> LayerDiagnostics:
-    config, state = cache.config, cache.method_state
-    if state is None:
-        return LayerDiagnostics(index, _method(config), config.budget, 0, 0, 0, 0, 1.0)
-    return LayerDiagnostics(
-        layer=index,
-        method=_method(config),
-        layer_budget=config.budget,
-        tokens_seen=cache.offset,
-        tokens_kept=int(_number(veloxfn.tokens_kept(state).max())),
-        kept_bytes=int(_number(veloxfn.kept_bytes(state))),
-        full_bytes=int(_number(veloxfn.full_bytes(state))),
-        compression_ratio=_number(veloxfn.compression_ratio(state)),
-    )
-
-
-def _number(array: mx.array) -> float:
-    return cast(float, array.item())
-
-
-def _method(config: Retention) -> str:
-    for name, module in veloxfn.METHODS.items():
-        if type(config) is module.Config:
-            return name
-    return type(config).__module__
 
 
 def _per_layer(policy: Any, layers: int) -> list[Policy[Any] | None]:

@@ -84,9 +84,9 @@ def test_lesson_38_update_code_neither_evaluates_nor_leaves_mlx():
     import ast
     import inspect
 
-    from veloxfn_mlx_adapter import observed, rollback, stepping
+    from veloxfn_mlx_adapter import observed, stepping
 
-    for module in (observed, rollback, stepping):
+    for module in (observed, stepping):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
             assert name not in {"eval", "item", "tolist", "numpy", "random", "async_eval"}, module.__name__
