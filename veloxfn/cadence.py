@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TypeVar
 
 import mlx.core as mx
 
 from veloxfn.base import Retention, State
+from veloxfn.ops.fusion import fused
 from veloxfn.slots import arrivals, take_back
 
 __all__ = ["replay"]
@@ -19,11 +21,11 @@ S = TypeVar("S", bound=State)
 _MOST_TOKENS = 4096
 
 
-def replay(step: Callable[..., S], config: Retention, state: S, queries: mx.array | None) -> S:
-    """Take back the block that awaits eviction and give it to `step`, `update_batched` of its method, token by token.
+def replay(update: Callable[..., S], config: Retention, state: S, queries: mx.array | None) -> S:
+    """Take back the block that awaits eviction and give it to `update` token by token.
 
     Args:
-        step: called as step(state, keys, values, queries=.., valid=..) with one token.
+        update: `update_batched` of the method.
         config: settings of the method.
         state: a state after `absorb` with S > 1.
         queries: [N, G, S, D] of the block, or None.
@@ -46,6 +48,21 @@ def replay(step: Callable[..., S], config: Retention, state: S, queries: mx.arra
     state = take_back(state, count, budget=config.budget)
     for t in range(count):
         now = slice(t, t + 1)
+        steady = state.slots.positions.shape[1] == config.budget + 1
+        step = (_fused_step if steady else _step)(update, config)
         asked = None if queries is None else queries[:, :, now]
-        state = step(state, keys[:, now], values[:, now], queries=asked, valid=valid[:, now])
+        state = step(state, keys[:, now], values[:, now], asked, valid[:, now])
     return state
+
+
+def _step(update: Callable[..., S], config: Retention) -> Callable[..., S]:
+    def step(state: S, keys: mx.array, values: mx.array, queries: mx.array | None, valid: mx.array) -> S:
+        return update(config, state, keys, values, queries=queries, valid=valid)
+
+    return step
+
+
+@lru_cache(maxsize=64)
+def _fused_step(update: Callable[..., S], config: Retention) -> Callable[..., S]:
+    """One step, traced once for all blocks."""
+    return fused(_step(update, config))

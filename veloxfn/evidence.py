@@ -12,8 +12,11 @@ __all__ = ["arrival_positions", "attention_mass", "key_norms", "visible_to"]
 
 def arrival_positions(slots: Slots) -> mx.array:
     """Positions [N, S] int32 of the block that awaits eviction, -1 = padded."""
-    index = mx.maximum(slots.arrived, 0)
-    return mx.where(slots.arrived >= 0, mx.take_along_axis(slots.positions, index, axis=1), -1)
+    valid = slots.arrived >= 0
+    if valid.shape[1] == 1:
+        return mx.where(valid, slots.seen[:, None] - 1, -1)
+    from_here = mx.cumsum(valid.astype(mx.int32), axis=1, reverse=True)
+    return mx.where(valid, slots.seen[:, None] - from_here, -1)
 
 
 def visible_to(slots: Slots, until: mx.array) -> mx.array:

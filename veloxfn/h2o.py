@@ -11,7 +11,6 @@ Before the first eviction, with decay 1 and true queries, the masses of a row su
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -148,7 +147,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return state
     _check_evidence(config, state, queries, attention)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(partial(update_batched, config), config, state, queries)
+        return cadence.replay(update_batched, config, state, queries)
     base, mass = state.slots, state.mass
     if config.decay != 1.0:
         valid = (base.arrived >= 0).sum(axis=1, keepdims=True)

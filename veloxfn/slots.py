@@ -112,7 +112,7 @@ def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | Non
         return slots
     length, room = slots.positions.shape[1], max(slots.keys.shape[1], budget + 1)
     if valid is None:
-        positions = slots.seen[:, None] + mx.arange(count, dtype=mx.int32)
+        positions = slots.seen[:, None] if count == 1 else slots.seen[:, None] + mx.arange(count, dtype=mx.int32)
         seen = slots.seen + count
     else:
         keys, values = mx.where(valid[..., None], keys, 0), mx.where(valid[..., None], values, 0)
@@ -123,7 +123,7 @@ def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | Non
     if full:
         free = mx.argmin(slots.positions, axis=1, keepdims=True)
         tail = mx.broadcast_to(mx.arange(length, length + count - 1, dtype=mx.int32), (rows, count - 1))
-        arrived = mx.concatenate([free.astype(mx.int32), tail], axis=1)
+        arrived = _behind(free.astype(mx.int32), tail)
         stored = [
             _behind(mx.put_along_axis(buffer, free[..., None], fresh[:, :1], axis=1), fresh[:, 1:])
             for buffer, fresh in buffers
@@ -171,7 +171,7 @@ def arrive(slots: Slots, column: mx.array, fresh: mx.array | float) -> mx.array:
 def _extended(column: mx.array, arrived: mx.array, fresh: mx.array, *, in_place: bool) -> mx.array:
     """`fresh` [N, .., S] behind `column` [N, .., n]; with `in_place` its first entry at slot arrived[:, 0]."""
     if in_place:
-        first = arrived[:, 0].reshape(arrived.shape[0], *(1,) * (column.ndim - 1))
+        first = mx.expand_dims(arrived[:, :1], tuple(range(1, column.ndim - 1)))
         column = mx.where(mx.arange(column.shape[-1]) == first, fresh[..., :1], column)
         fresh = fresh[..., 1:]
     return mx.concatenate([column, fresh], axis=-1) if fresh.shape[-1] else column

@@ -13,7 +13,6 @@ import mlx.core as mx
 
 import veloxfn
 from veloxfn import Retention
-from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.demo import load_demo
 from veloxfn_mlx_adapter.diagnostics import diagnostics
 from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache

@@ -38,15 +38,14 @@ def attention_mass(
     """
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
-    one = count == 1  # shapes of one-token steps change while a cache fills: nothing is compiled for them
     unit = 1.0
     if keys.dtype == mx.float16 and not on_gpu():
-        keys, unit = (_widened if one else _fused_widened)(keys), 2.0**112
+        keys, unit = _widened(keys), 2.0**112
     wide = keys.astype(mx.float32).swapaxes(1, 2)
     queries = queries.astype(mx.float32) * (unit * dim**-0.5)
     weights = weights * (1 / groups)
     tile = max(_TILE_QUERIES, (_GPU_ELEMENTS if on_gpu() else _CPU_ELEMENTS) // (rows * groups * length))
-    columns = _columns if one else _fused_columns
+    columns = _columns if count == 1 else _fused_columns  # one-token shapes change while a cache fills
     mass = mx.zeros((rows, length), mx.float32)
     for start in range(0, count, tile):
         stop = min(start + tile, count)
@@ -80,7 +79,8 @@ def _columns(logits: mx.array, visible: mx.array, weights: mx.array) -> mx.array
     visible = visible[:, None] & (mx.abs(logits) < mx.inf)
     top = mx.max(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1, keepdims=True)
     powers = mx.where(visible, _exp(logits - top), 0)
-    total = powers @ mx.ones((length, 1))
+    # A product is the faster sum for a block, a plain sum for one token.
+    total = mx.sum(powers, axis=-1, keepdims=True) if count == 1 else powers @ mx.ones((length, 1))
     scale = mx.where(total > 0, weights[:, None, :, None] / total, 0)
     if groups * count == 1:
         return (powers * scale).reshape(rows, length)
@@ -111,6 +111,7 @@ def _exp(x: mx.array) -> mx.array:
     return power * mx.view(exponent, mx.float32)
 
 
+@fused
 def _widened(half: mx.array) -> mx.array:
     """float16 as float32, divided by 2**112; infinities and NaN stay what they are.
 
@@ -119,6 +120,3 @@ def _widened(half: mx.array) -> mx.array:
     bits = mx.view(half, mx.uint16).astype(mx.uint32)
     moved = ((bits & 0x8000) << 16) | ((bits & 0x7FFF) << 13)
     return mx.view(mx.where((bits & 0x7C00) == 0x7C00, moved | 0x7F800000, moved), mx.float32)
-
-
-_fused_widened = fused(_widened)
