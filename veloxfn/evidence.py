@@ -46,10 +46,10 @@ def attention_mass(slots: Slots, queries: mx.array, *, decay: float = 1.0, own: 
     """
     length = slots.positions.shape[1]
     when = arrival_positions(slots)
-    weights = (when >= 0).astype(mx.float32)
-    if decay != 1.0:
+    weights = None
+    if decay != 1.0 and when.shape[1] > 1:
         later = slots.seen[:, None] - 1 - when
-        weights = weights * mx.power(mx.array(decay, mx.float32), later.astype(mx.float32))
+        weights = mx.power(mx.array(decay, mx.float32), later.astype(mx.float32))
     until = when if own else mx.where(when > 0, when - 1, when)
     keys = slots.keys if length == slots.keys.shape[1] else slots.keys[:, :length]
     return ops.attention_mass(queries, keys, slots.positions, until, weights)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import Dispose, drop
-from veloxfn.slots import gather_slots, settle, with_slots
+from veloxfn.slots import gather_slots, numbers, settle, with_slots
 
 __all__ = ["protected", "rank", "retire", "weakest"]
 
@@ -78,7 +78,7 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     order = rank(slots, shared, sink=config.sink, recent=config.recent_rows)
     live = slots.positions >= 0
     if length == capacity:
-        lost = live & (mx.arange(length, dtype=mx.int32) == weakest(order))
+        lost = live & (numbers(length) == weakest(order))
         state = dispose(state, lost)
         return _freed(state, mx.where(lost, -1, slots.positions))
     split = length - config.budget
@@ -86,7 +86,7 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     spare, kept = places[:, :1], mx.sort(places[:, 1:], axis=1)
     lost = live & mx.put_along_axis(mx.ones(live.shape, mx.bool_), kept, mx.array(False), axis=1)
     state = gather_slots(dispose(state, lost), mx.concatenate([kept, spare], axis=1))
-    free = mx.arange(capacity, dtype=mx.int32) == config.budget
+    free = numbers(capacity) == config.budget
     return _freed(state, mx.where(free, -1, state.slots.positions))
 
 

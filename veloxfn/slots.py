@@ -7,6 +7,7 @@ per-row leaves; every leaf has the leading axis N. The functions here move all o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ __all__ = [
     "gather_slots",
     "kept_positions",
     "map_columns",
+    "numbers",
     "ordered",
     "settle",
     "streams",
@@ -172,9 +174,15 @@ def _extended(column: mx.array, arrived: mx.array, fresh: mx.array, *, in_place:
     """`fresh` [N, .., S] behind `column` [N, .., n]; with `in_place` its first entry at slot arrived[:, 0]."""
     if in_place:
         first = mx.expand_dims(arrived[:, :1], tuple(range(1, column.ndim - 1)))
-        column = mx.where(mx.arange(column.shape[-1]) == first, fresh[..., :1], column)
+        column = mx.where(numbers(column.shape[-1]) == first, fresh[..., :1], column)
         fresh = fresh[..., 1:]
     return mx.concatenate([column, fresh], axis=-1) if fresh.shape[-1] else column
+
+
+@lru_cache(maxsize=32)
+def numbers(count: int) -> mx.array:
+    """0 .. count - 1 as a constant [count] int32: one array for all steps of a full cache, not an op in each."""
+    return mx.array(list(range(count)), dtype=mx.int32)
 
 
 def take_back(state: S, tokens: int, *, budget: int) -> S:

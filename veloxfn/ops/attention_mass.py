@@ -20,7 +20,7 @@ _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
 def attention_mass(
-    queries: mx.array, keys: mx.array, positions: mx.array, until: mx.array, weights: mx.array
+    queries: mx.array, keys: mx.array, positions: mx.array, until: mx.array, weights: mx.array | None = None
 ) -> mx.array:
     """Attention that every slot receives from a block of queries.
 
@@ -30,8 +30,8 @@ def attention_mass(
         queries: [N, G, S, D].
         keys: [N, n, D].
         positions: [N, n] int32 of the slots, -1 = free. Slot n - S + t may be visible to the queries t .. S-1 only.
-        until: [N, S] int32: query t sees the live slots at positions up to until[t].
-        weights: [N, S] float32 of the queries; a query that sees nothing counts nothing.
+        until: [N, S] int32: query t sees the live slots at positions up to until[t]; one that sees none counts nothing.
+        weights: [N, S] float32 of the queries; None = 1.
 
     Returns:
         [N, n] float32.
@@ -43,9 +43,10 @@ def attention_mass(
         keys, unit = _widened(keys), 2.0**112
     wide = keys.astype(mx.float32).swapaxes(1, 2)
     queries = queries.astype(mx.float32) * (unit * dim**-0.5)
-    weights = weights * (1 / groups)
+    if count == 1 and weights is None:
+        return _of_one_token(queries.squeeze(2) @ wide, positions, until)
+    weights = mx.ones((rows, count), mx.float32) if weights is None else weights
     tile = max(_TILE_QUERIES, (_GPU_ELEMENTS if on_gpu() else _CPU_ELEMENTS) // (rows * groups * length))
-    columns = _columns if count == 1 else _fused_columns  # one-token shapes change while a cache fills
     mass = mx.zeros((rows, length), mx.float32)
     for start in range(0, count, tile):
         stop = min(start + tile, count)
@@ -55,44 +56,63 @@ def attention_mass(
             heads, limit = mx.depends([heads, limit], [mass])  # one tile in memory at a time
         logits = heads.reshape(rows, groups * (stop - start), dim) @ wide[:, :, :seen]
         slots = positions[:, None, :seen]
-        part = columns(
+        part = _of_tile(
             logits.reshape(rows, groups, stop - start, seen),
             (slots >= 0) & (slots <= limit),
-            weights[:, start:stop],
+            weights[:, start:stop] / groups,
         )
         mass = mass + (part if seen == length else mx.pad(part, [(0, 0), (0, length - seen)]))
     return mass
 
 
-def reference(queries: mx.array, keys: mx.array, positions: mx.array, until: mx.array, weights: mx.array) -> mx.array:
+def reference(
+    queries: mx.array, keys: mx.array, positions: mx.array, until: mx.array, weights: mx.array | None = None
+) -> mx.array:
     """`attention_mass` by its definition: the whole [N, G, S, n] matrix, finite keys only."""
     logits = queries.astype(mx.float32) @ keys.astype(mx.float32)[:, None].swapaxes(2, 3) * queries.shape[3] ** -0.5
     slots = positions[:, None, :]
     visible = ((slots >= 0) & (slots <= until[:, :, None]))[:, None]
     shares = mx.where(visible, mx.softmax(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1), 0)
-    return (shares.mean(axis=1) * weights[:, :, None]).sum(axis=1)
+    each = shares.mean(axis=1)
+    return (each if weights is None else each * weights[:, :, None]).sum(axis=1)
 
 
-def _columns(logits: mx.array, visible: mx.array, weights: mx.array) -> mx.array:
+def _of_one_token(logits: mx.array, positions: mx.array, until: mx.array) -> mx.array:
+    """Mean over G of softmax(logits [N, G, n]) over the slots that one query per row sees: [N, n]."""
+    live = (positions >= 0) & (positions <= until)
+    if logits.shape[1] == 1:  # in [N, n] alone all of it fuses
+        logits = logits.squeeze(1)
+        return _powers(logits, live, 1.0)
+    return mx.sum(_powers(logits, live[:, None], 1 / logits.shape[1]), axis=1)
+
+
+def _powers(logits: mx.array, visible: mx.array, weight: float) -> mx.array:
+    """`weight` times softmax over the last axis, 0 where nothing is visible."""
+    powers = _exponentials(logits, visible)
+    total = mx.sum(powers, axis=-1, keepdims=True)
+    return powers * mx.where(total > 0, weight / total, 0)
+
+
+@fused
+def _of_tile(logits: mx.array, visible: mx.array, weights: mx.array) -> mx.array:
     """Weighted column sums [N, n] of softmax(logits [N, G, T, n]) over the visible [N, T, n] slots."""
     rows, groups, count, length = logits.shape
-    visible = visible[:, None] & (mx.abs(logits) < mx.inf)
-    top = mx.max(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1, keepdims=True)
-    powers = mx.where(visible, _exp(logits - top), 0)
-    # A product is the faster sum for a block, a plain sum for one token.
-    total = mx.sum(powers, axis=-1, keepdims=True) if count == 1 else powers @ mx.ones((length, 1))
+    powers = _exponentials(logits, visible[:, None])
+    total = powers @ mx.ones((length, 1))  # faster than a sum
     scale = mx.where(total > 0, weights[:, None, :, None] / total, 0)
-    if groups * count == 1:
-        return (powers * scale).reshape(rows, length)
     spread = scale.reshape(rows, 1, groups * count)
     return (spread @ powers.reshape(rows, groups * count, length)).reshape(rows, length)
 
 
-_fused_columns = fused(_columns)
+def _exponentials(logits: mx.array, visible: mx.array) -> mx.array:
+    """exp(logits - their maximum) where visible and finite, else 0."""
+    visible = visible & (mx.abs(logits) < mx.inf)
+    top = mx.max(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1, keepdims=True)
+    return mx.where(visible, _exp(logits - top), 0)
 
 
 def _exp(x: mx.array) -> mx.array:
-    """e**x for x <= 0, relative error 2e-7 + 8e-8 |x|; below -87 that of -87.
+    """e**x for x <= 0, relative error 3e-7 + 8e-8 |x|; below -87 that of -87.
 
     MLX's CPU back end calls the scalar function, 16 ns per element and the largest cost of a step; compiled, this
     takes 3 ns, since it is multiplications and additions alone. On a GPU it is `mx.exp`.
@@ -102,11 +122,10 @@ def _exp(x: mx.array) -> mx.array:
     y = mx.maximum(x, -87.0) * 1.4426950408889634
     shifted = y + 12582912.0  # 1.5 * 2**23: the nearest integer is in the low bits of the mantissa
     f = y - (shifted - 12582912.0)
-    # 2**f on [-1/2, 1/2], Taylor
-    power = 1.0 + f * (
-        0.6931471806
-        + f * (0.2402265070 + f * (0.0555041087 + f * (0.0096181291 + f * (0.0013333558 + f * 0.0001540353))))
-    )
+    # 2**f on [-1/2, 1/2]: Taylor, paired so that few of MLX's fused kernels, at most 11 deep, are needed.
+    f2 = f * f
+    low = (1.0 + f * 0.6931471806) + f2 * (0.2402265070 + f * 0.0555041087)
+    power = low + f2 * f2 * ((0.0096181291 + f * 0.0013333558) + f2 * 0.0001540353)
     exponent = (mx.view(shifted, mx.int32) << 23) + 0x3F800000
     return power * mx.view(exponent, mx.float32)
 
