@@ -64,7 +64,7 @@ def test_exp_of_non_positive_numbers():
     x = mx.concatenate([-mx.linspace(0, 87, 100_001), mx.array([0.0, -0.0, -1e-30, -100.0, -1e30, -math.inf])])
     want = np.exp(np.maximum(np.array(x, np.float64), -87.0))
     error = np.abs(np.array(_exp(x), np.float64) / want - 1)
-    assert np.all(error < 2e-7 + 8e-8 * np.minimum(-np.array(x, np.float64), 87.0))
+    assert np.all(error < 3e-7 + 8e-8 * np.minimum(-np.array(x, np.float64), 87.0))
     assert _exp(mx.array([0.0])).item() == 1.0
 
 
