@@ -229,7 +229,7 @@ def law_memory_is_flat(policy: AnyPolicy, claims: Claims | None = None, *, token
             mx.eval(list(leaves(state).values()))  # the old state is let go of before this: its buffers are free
         peaks.append(mx.get_peak_memory() - floor)
     early, late = peaks
-    # MLX's CUDA back end copies an evaluated buffer that it writes into: there only growth from step to step is a fault.
+    # MLX's CUDA back end copies evaluated buffers that it writes into: there only growth from step to step is a fault.
     copies = mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
     assert late <= early + (8 * buffer if copies else buffer // 8), (
         f"memory above the state grew from {early} bytes in the first 100 steps to {late} in the next {tokens - 100}"
