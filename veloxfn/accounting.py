@@ -36,7 +36,7 @@ def allocated_bytes(state: State) -> int:
 
 def compression_ratio(state: State) -> mx.array:
     """full_bytes / kept_bytes, 1.0 when empty: [] float32."""
-    kept, seen = tokens_kept(state).sum(), tokens_seen(state).sum()
+    kept, seen = (tokens(state).astype(mx.int64).sum() for tokens in (tokens_kept, tokens_seen))
     return mx.where(kept > 0, seen / mx.maximum(kept, 1), 1.0)
 
 

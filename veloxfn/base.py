@@ -47,7 +47,8 @@ class Retention:
         placement: where a kept key is seen: `Absolute()` keeps the position it arrived with.
         cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each,
             in one lazy graph of S steps.
-        shared_heads: consecutive rows that share one kept set (their importance is averaged); 1 = independent.
+        shared_heads: consecutive rows that share one kept set (their importance is averaged); they have the same `valid`.
+            1 = independent.
         sink: first arrivals of a row that are never evicted.
 
     Raises:

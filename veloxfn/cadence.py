@@ -12,13 +12,23 @@ from veloxfn.base import Retention, State
 from veloxfn.ops.fusion import fused
 from veloxfn.slots import arrivals, take_back
 
-__all__ = ["replay"]
+__all__ = ["check_block", "replay"]
 
 S = TypeVar("S", bound=State)
 
 
 # One lazy graph holds a block's steps; more than this is more arrays than a GPU's allocator tracks.
 _MOST_TOKENS = 4096
+
+
+def check_block(config: Retention, keys: mx.array) -> None:
+    """Raise if cadence "token" cannot take a block keys [N, S, D]."""
+    count = keys.shape[1]
+    if config.cadence == "token" and count > _MOST_TOKENS:
+        raise ValueError(
+            f'cadence="token" takes blocks of at most {_MOST_TOKENS} tokens, got S = {count}: '
+            f"feed it in parts and evaluate in between (how it is split does not matter)"
+        )
 
 
 def replay(update: Callable[..., S], config: Retention, state: S, queries: mx.array | None) -> S:
@@ -32,17 +42,9 @@ def replay(update: Callable[..., S], config: Retention, state: S, queries: mx.ar
 
     Returns:
         The state after the last token; the graph grows by one step per token.
-
-    Raises:
-        ValueError: S > 4096.
     """
     slots = state.slots
     count = slots.arrived.shape[1]
-    if count > _MOST_TOKENS:
-        raise ValueError(
-            f'cadence="token" takes blocks of at most {_MOST_TOKENS} tokens, got S = {count}: '
-            f"feed it in parts and evaluate in between (how it is split does not matter)"
-        )
     valid = slots.arrived >= 0
     keys, values = arrivals(slots)
     state = take_back(state, count, budget=config.budget)

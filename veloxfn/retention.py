@@ -78,6 +78,9 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     order = rank(slots, shared, sink=config.sink, recent=config.recent_rows)
     live = slots.positions >= 0
     if length == capacity:
+        if slots.keys.shape[1] > capacity:  # of a larger budget before
+            slots = slots._replace(keys=slots.keys[:, :capacity], values=slots.values[:, :capacity])
+            state = with_slots(state, slots)
         lost = live & (numbers(length) == weakest(order))
         state = dispose(state, lost)
         return _freed(state, mx.where(lost, -1, slots.positions))

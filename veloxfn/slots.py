@@ -120,7 +120,7 @@ def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | Non
         keys, values = mx.where(valid[..., None], keys, 0), mx.where(valid[..., None], values, 0)
         after = slots.seen[:, None] + mx.cumsum(valid.astype(mx.int32), axis=1)
         positions, seen = mx.where(valid, after - 1, -1), after[:, -1]
-    full = length == slots.keys.shape[1] and length + count > room
+    full = length == slots.keys.shape[1] == room
     buffers = ((slots.keys, keys), (slots.values, values))
     if full:
         free = mx.argmin(slots.positions, axis=1, keepdims=True)
@@ -289,6 +289,8 @@ def kept_positions(state: State) -> mx.array:
 
 def take_rows(state: S, indices: mx.array) -> S:
     """The rows `indices` [M] int of a state, in that order (repeats allowed): beam search, batch filtering.
+
+    Indices are not checked against N, which would have to wait for them; one out of range gives a row of any content.
 
     Raises:
         ValueError: indices of another rank.

@@ -36,6 +36,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         self._owner = owner
         self._state: Any = None  # the method's; None before the first token
         self._queries: mx.array | None = None  # [N, G, S, D] of the block that awaits eviction
+        self._next: Any = None  # the state after that eviction, where attention has carried it out
         self._complaint = ""  # why attention showed no usable queries
         self._batch, self._heads, self._offset = 0, 0, 0
         capture.hold(self)
@@ -107,9 +108,11 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             streams = veloxfn.streams(batch, heads, self._layer)
             state = self._policy.init_state(batch * heads, dim, values.shape[2], dtype=keys.dtype, streams=streams)
             state, pair = stepping.absorbed(self._policy, state, keys, values)
+        elif self._next is not None and count == 1:
+            state, pair = stepping.absorbed_in_step(self._policy, self._next, keys, values)
         else:
-            state, pair = stepping.advance(self._policy, self._state, self._evidence(), keys, values)
-        self._state, self._queries, self._complaint = state, None, ""
+            state, pair = stepping.absorbed(self._policy, self._after_eviction(), keys, values)
+        self._state, self._next, self._queries, self._complaint = state, None, None, ""
         self._batch, self._heads, self._offset = batch, heads, self._offset + count
         return self._per_head(pair)
 
@@ -123,7 +126,13 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             self._complaint = observed.complaint(queries, keys, mask, cached=cached, arrivals=self._pending)
             if not self._complaint:
                 self._queries = observed.per_row(queries, heads=self._heads, scale=scale)
+        if self._next is None and not self._complaint and stepping.is_steady(self._policy, self._state):
+            self._next = stepping.evicted_in_step(self._policy, self._state, self._queries)
         return observed.fitted(mask, columns=keys.shape[-2], count=queries.shape[-2])
+
+    def tied(self, output: mx.array) -> mx.array:
+        """The output [B, Hq, N, Dv] of the attention, evaluated with the eviction that it made possible."""
+        return output if self._next is None else mx.depends(output, stepping.bookkeeping(self._next))
 
     def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
         """What `update_and_fetch` returned last, for layers that share this cache."""
@@ -141,16 +150,16 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         if held is None or tied.shape != held.shape:
             shape = None if held is None else held.shape
             raise ValueError(f"keys can be set only to themselves, tied to other arrays: {shape}, got {tied.shape}")
-        slots = self._state.slots
-        self._state = self._state._replace(slots=slots._replace(keys=mx.depends(slots.keys, [tied])))
+        self._state = _with_keys_tied(self._state, tied)
+        self._next = None if self._next is None else _with_keys_tied(self._next, tied)
 
     # Eviction, and what is refused. `merge` is absent: mlx_lm then serves sequences one by one.
 
     def settle(self) -> None:
         """Carry out the eviction that is held back; afterwards the last block cannot be taken back."""
         if self._pending:
-            self._state = stepping.evicted(self._policy, self._state, self._evidence())
-            self._queries, self._complaint = None, ""
+            self._state = self._after_eviction()
+            self._next, self._queries, self._complaint = None, None, ""
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be taken back: while all that were seen came in the last call."""
@@ -172,7 +181,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             )
         if n:
             left = self._pending - n
-            self._state = take_back(self._state, n, budget=self.config.budget)
+            self._state, self._next = take_back(self._state, n, budget=self.config.budget), None
             self._queries = self._queries[:, :, :left] if left and self._queries is not None else None
             self._offset -= n
         return n
@@ -207,13 +216,14 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
     @state.setter
     def state(self, arrays: list[mx.array]) -> None:
         record, held = portable.record_of(arrays[0]), list(arrays[1:])
-        config, bound = portable.config_of(record["config"]), getattr(self, "_policy", None)
-        policy = bound if bound is not None and bound.config == config else _policy_of(config)
+        bound: Policy[Any] | None = getattr(self, "_policy", None)
+        same = bound is not None and portable.written(bound.config) == record["config"]
+        policy = bound if bound is not None and same else _policy_of(portable.config_of(record["config"]))
         self._queries = held.pop() if record["queries"] else None
         self._state = portable.state_of(policy, held)
         self._policy, self._layer, self._owner = policy, record["layer"], record["owner"]
         self._batch, self._heads, self._offset = record["batch"], record["heads"], record["offset"]
-        self._complaint = ""
+        self._next, self._complaint = None, ""
         if bound is None:
             capture.hold(self)
 
@@ -283,6 +293,12 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         keys, values = (array.reshape(self._batch, self._heads, *array.shape[1:]) for array in pair)
         return keys, values
 
+    def _after_eviction(self) -> Any:
+        """The state without a block that awaits eviction."""
+        if self._next is not None or not self._pending:
+            return self._state if self._next is None else self._next
+        return stepping.evicted(self._policy, self._state, self._evidence())
+
     def _evidence(self) -> mx.array | None:
         """Queries of the block that awaits eviction, where the method ranks by them."""
         if self._pending and self._queries is None and self.config.needs_queries:
@@ -300,6 +316,11 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
                 f"(layer {self._layer}, {self._offset} tokens seen). knorm and streaming_llm need no queries"
             )
         return self._queries
+
+
+def _with_keys_tied(state: Any, other: mx.array) -> Any:
+    """The state whose keys are evaluated after `other`."""
+    return state._replace(slots=state.slots._replace(keys=mx.depends(state.slots.keys, [other])))
 
 
 @lru_cache(maxsize=128)

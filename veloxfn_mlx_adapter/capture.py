@@ -23,12 +23,13 @@ from mlx_lm.models import base
 
 __all__ = ["AttentionObserver", "hold", "hook_installed", "modules_of", "query_capture", "remove_hook", "uses_hook"]
 
-_NAME = "scaled_dot_product_attention"
+_NAME, _TRIM = "scaled_dot_product_attention", "trim_prompt_cache"
 _lock = threading.RLock()
 _tokens = itertools.count()
 _holders: set[int] = set()
 _outside: dict[str, ModuleType] = {}  # modules of models that are not mlx_lm's own
 _swap: list[Callable[..., mx.array]] = []  # [original, replacement] while installed
+_trims: list[Callable[..., Any]] = []  # mlx_lm.generate's own trim_prompt_cache while it is replaced
 
 
 class AttentionObserver:
@@ -36,6 +37,10 @@ class AttentionObserver:
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any) -> Any:
         """See queries [B, Hq, N, D] and keys [B, Hkv, n, D] before attention; return the mask to attend with."""
+        raise NotImplementedError
+
+    def tied(self, output: mx.array) -> mx.array:
+        """The attention's output [B, Hq, N, Dv], depending on what the cache wants evaluated with it."""
         raise NotImplementedError
 
 
@@ -92,6 +97,7 @@ def _acquire(modules: Iterable[ModuleType]) -> int:
             original = getattr(base, _NAME)
             _swap.extend((original, _observed(original)))
         _replace(*_swap)
+        _rewind_exactly()
         return token
 
 
@@ -103,7 +109,30 @@ def _release(token: int) -> None:
                 _restore()
 
 
+def _rewind_exactly() -> None:
+    """Let speculative decoding take back tokens from observing caches.
+
+    mlx_lm rewinds through `trim_prompt_cache`, which silently does nothing unless *any* number of tokens can be taken
+    back. A cache that evicts can take back its last block, which is all that is asked for, and raises beyond it.
+    """
+    generate = sys.modules.get("mlx_lm.generate")
+    original = getattr(generate, _TRIM, None)
+    if generate is None or original is None or _trims:
+        return
+
+    @functools.wraps(original)
+    def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
+        if not any(isinstance(layer, AttentionObserver) for layer in cache):
+            return original(cache, num_tokens)
+        return [layer.trim(num_tokens) for layer in cache][0]
+
+    _trims.append(original)
+    setattr(generate, _TRIM, trim_prompt_cache)
+
+
 def _restore() -> None:
+    if _trims:
+        setattr(sys.modules["mlx_lm.generate"], _TRIM, _trims.pop())
     if _swap:
         original, replacement = _swap
         _replace(replacement, original)
@@ -138,8 +167,9 @@ def _observed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: Any,
         **options: Any,
     ) -> mx.array:
-        if isinstance(cache, AttentionObserver):
-            mask = cache.observe(queries, keys, scale, mask)
-        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+        if not isinstance(cache, AttentionObserver):
+            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+        mask = cache.observe(queries, keys, scale, mask)
+        return cache.tied(original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options))
 
     return attend

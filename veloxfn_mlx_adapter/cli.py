@@ -114,7 +114,7 @@ def _generate(options: argparse.Namespace) -> None:
         prompt=_prompt(options.prompt, options.prompt_file),
         max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
         chunk=_at_least("--chunk", options.chunk, 1),
-        seed=_at_least("--seed", options.seed, 0),
+        seed=_at_least("--seed", options.seed, 0) % 2**64,
         temp=_at_least("--temp", options.temp, 0),
     )
     model, tokenizer = generation.load_model(options.model)

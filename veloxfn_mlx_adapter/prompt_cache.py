@@ -47,9 +47,17 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
             f"{len(caches)} layers have {kinds}, {sum(p is not None for p in policies)} have a policy"
         )
     layers = list(getattr(model, "layers", []))
+    budgets = {
+        chosen.config.budget if chosen is not None else None for chosen, is_full in zip(policies, full) if is_full
+    }
     with capture.query_capture(model):
         for i in wanted:
             chosen = cast(Policy[Any], policies[i])
+            if len(budgets) > 1 and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
+                raise ValueError(
+                    f"layers of {owner} share one mask and do not call mlx_lm's scaled_dot_product_attention, which "
+                    f"fits it to each: give all full-attention layers one budget, got {sorted(budgets, key=str)}"
+                )
             if chosen.config.needs_queries and not capture.uses_hook(
                 layers[i] if len(layers) == len(caches) else model
             ):

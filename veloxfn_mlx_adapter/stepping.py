@@ -11,7 +11,7 @@ import mlx.core as mx
 from veloxfn import Policy
 from veloxfn_mlx_adapter import portable
 
-__all__ = ["Pair", "absorbed", "advance", "evicted"]
+__all__ = ["Pair", "absorbed", "absorbed_in_step", "bookkeeping", "evicted", "evicted_in_step", "is_steady"]
 
 Pair = tuple[mx.array, mx.array]
 
@@ -28,30 +28,45 @@ def absorbed(policy: Policy[Any], state: Any, keys: mx.array, values: mx.array) 
     evaluating logits evaluates all and no graph grows from token to token.
     """
     state = policy.absorb(state, keys, values)
-    _, _, *bookkeeping = portable.leaves(state)
-    keys, values = mx.depends(list(policy.candidates(state)), bookkeeping)
+    keys, values = mx.depends(list(policy.candidates(state)), bookkeeping(state))
     return state, (keys, values)
 
 
-def advance(
-    policy: Policy[Any], state: Any, queries: mx.array | None, keys: mx.array, values: mx.array
-) -> tuple[Any, Pair]:
-    """`absorbed` after `evicted`, compiled where shapes no longer change: one token after one token, budget full."""
-    steady = (
-        keys.shape[1] == 1
-        and state.slots.arrived.shape[1] == 1
-        and state.slots.positions.shape[1] == policy.config.budget + 1
-    )
-    if not steady:
-        return absorbed(policy, evicted(policy, state, queries), keys, values)
-    given = {} if queries is None else {"queries": queries}
-    return _compiled(policy)(state, keys, values, **given)
+def is_steady(policy: Policy[Any], state: Any) -> bool:
+    """Whether one token awaits eviction at full budget: shapes no longer change, so that steps are compiled."""
+    slots = state.slots
+    return bool(slots.arrived.shape[1] == 1 and slots.positions.shape[1] == policy.config.budget + 1)
+
+
+def evicted_in_step(policy: Policy[Any], state: Any, queries: mx.array | None) -> Any:
+    """`evicted` for a steady state, compiled.
+
+    Evaluated with the attention that shows the queries, not with the next call: there the scoring would still read the
+    buffer that the next token is written into, and MLX would copy it.
+    """
+    return _compiled_evict(policy)(state) if queries is None else _compiled_evict(policy)(state, queries=queries)
+
+
+def absorbed_in_step(policy: Policy[Any], state: Any, keys: mx.array, values: mx.array) -> tuple[Any, Pair]:
+    """`absorbed` for one token after a steady state, compiled."""
+    return _compiled_absorb(policy)(state, keys, values)
+
+
+def bookkeeping(state: Any) -> list[mx.array]:
+    """All leaves of a state but keys and values."""
+    return portable.leaves(state)[2:]
 
 
 @lru_cache(maxsize=128)
-def _compiled(policy: Policy[Any]) -> Callable[..., tuple[Any, Pair]]:
-    def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array | None = None) -> tuple[Any, Pair]:
-        return absorbed(policy, evicted(policy, state, queries), keys, values)
+def _compiled_evict(policy: Policy[Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = mx.compile(policy.evict)
+    return compiled
+
+
+@lru_cache(maxsize=128)
+def _compiled_absorb(policy: Policy[Any]) -> Callable[..., tuple[Any, Pair]]:
+    def step(state: Any, keys: mx.array, values: mx.array) -> tuple[Any, Pair]:
+        return absorbed(policy, state, keys, values)
 
     compiled: Callable[..., tuple[Any, Pair]] = mx.compile(step)
     return compiled

@@ -39,7 +39,7 @@ def attention_mass(
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
     unit = 1.0
-    if keys.dtype == mx.float16 and not on_gpu():
+    if keys.dtype == queries.dtype == mx.float16 and not on_gpu():  # a float32 query times 2**112 could overflow
         keys, unit = _widened(keys), 2.0**112
     wide = keys.astype(mx.float32).swapaxes(1, 2)
     queries = queries.astype(mx.float32) * (unit * dim**-0.5)
