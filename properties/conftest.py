@@ -16,6 +16,13 @@ settings.register_profile("deep", max_examples=400, deadline=None, suppress_heal
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Somebody's own policy gets the thorough profile, unless one was asked for."""
+    asked = os.environ.get("HYPOTHESIS_PROFILE") or config.getoption("--hypothesis-profile", None)
+    if config.getoption("--policy") and not asked:
+        settings.load_profile("ci")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--policy",

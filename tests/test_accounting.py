@@ -34,3 +34,8 @@ def test_bytes_do_not_overflow_32_bits():
     state = streaming_llm.init_state(config, 2, 128, dtype=mx.float32)
     state = state._replace(slots=state.slots._replace(seen=mx.full((2,), 2**28, mx.int32)))
     assert int(veloxfn.full_bytes(state)) == 2 * 2**28 * 256 * 4
+    many = streaming_llm.init_state(config, 64, 1, dtype=mx.float32)
+    x = mx.zeros((64, 8, 1))
+    many = streaming_llm.update_batched(config, many, x, x)
+    many = many._replace(slots=many.slots._replace(seen=mx.full((64,), 2**28, mx.int32)))
+    assert float(veloxfn.compression_ratio(many)) == 2**25

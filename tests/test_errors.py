@@ -25,6 +25,7 @@ def evidence(method, count=S):
     [
         (lambda: h2o.Config(budget=0), "budget must be >= 1, got 0"),
         (lambda: h2o.Config(budget=-3), "budget must be >= 1, got -3"),
+        (lambda: h2o.Config(budget=2**40), r"budget must be <= 1073741822, got 1099511627776"),
         (lambda: h2o.Config(sink=-1), "sink must be >= 0, got -1"),
         (lambda: h2o.Config(recent=-2), "recent must be >= 0, got -2"),
         (lambda: h2o.Config(budget=8, sink=4, recent=4), r"sink=4 \+ recent=4 = 8, budget=8"),
@@ -139,6 +140,8 @@ def test_evidence_for_a_method_that_takes_none(method, name):
         ({}, {"queries": zeros(N, 1, S, D), "attention": zeros(N, S)}, ValueError, "got both"),
         ({}, {"queries": zeros(N, S, D)}, ValueError, r"\[N, G, S, D\] = \[2, G, 3, 4\], got \[2, 3, 4\]"),
         ({}, {"queries": zeros(N, 1, 1, D)}, ValueError, r"= \[2, G, 3, 4\], got \[2, 1, 1, 4\]"),
+        ({}, {"queries": zeros(N, 2, S, 8)}, ValueError, r"= \[2, G, 3, 4\], got \[2, 2, 3, 8\]"),
+        ({}, {"queries": zeros(3, 2, S, D)}, ValueError, r"= \[2, G, 3, 4\], got \[3, 2, 3, 4\]"),
         ({}, {"queries": zeros(N, 0, S, D)}, ValueError, "at least one head per row, got G = 0"),
         ({}, {"queries": zeros(N, 1, S, D, dtype=mx.int32)}, TypeError, "dtype of queries .* got .*int32"),
         ({}, {"attention": zeros(N, 7)}, ValueError, r"attention must be \[N, n\] = \[2, 3\], got \[2, 7\]"),

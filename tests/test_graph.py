@@ -180,6 +180,28 @@ def test_lesson_42_a_step_writes_in_place():
     assert int(state.slots.seen[0]) == 2**15 + 4
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_with_attention_given_no_key_is_read(dtype):
+    """Keys and values enter only the write of the new row: nothing else of a step has a buffer among its inputs."""
+    policy, state = full_state(h2o.Config(budget=32), dtype=dtype)
+    one = mx.zeros((ROWS, 1, DIM), dtype)
+    mass = mx.ones((ROWS, 33)) / 33
+    readers = []
+
+    def note(graph):
+        if graph["type"] == "primitive" and (ROWS, 33, DIM) in [tuple(shape) for _, shape, _ in graph["inputs"]]:
+            readers.append(graph["name"])
+
+    def step(keys, values, positions, seen, stored_mass):
+        slots = state.slots._replace(keys=keys, values=values, positions=positions, seen=seen)
+        after = policy.update_batched(h2o.State(slots, stored_mass), one, one, attention=mass)
+        return after.slots.keys, after.slots.values, after.slots.positions, after.mass
+
+    slots = state.slots
+    mx.export_function(note, step, slots.keys, slots.values, slots.positions, slots.seen, state.mass)
+    assert readers == ["ScatterAxis", "ScatterAxis"], readers
+
+
 def test_lesson_41_nothing_is_ranked_while_nothing_can_be_evicted():
     policy = h2o.policy(h2o.Config(budget=32))
     x = mx.zeros((2, 5, DIM))

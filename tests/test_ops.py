@@ -60,6 +60,13 @@ def test_lesson_12_a_bad_key_takes_nothing_from_the_other_slots(bad, dtype):
     assert np.allclose(have, want, rtol=1e-5)
 
 
+def test_wide_queries_over_float16_keys_do_not_overflow():
+    keys = mx.array([[[1.0, 0.0], [0.0, 1.0]]], dtype=mx.float16)
+    queries = mx.array([[[[1e6, 0.0]]]])
+    mass = attention_mass(queries, keys, mx.array([[0, 1]]), mx.array([[1]]))
+    assert np.allclose(mass, [[1.0, 0.0]])
+
+
 def test_exp_of_non_positive_numbers():
     x = mx.concatenate([-mx.linspace(0, 87, 100_001), mx.array([0.0, -0.0, -1e-30, -100.0, -1e30, -math.inf])])
     want = np.exp(np.maximum(np.array(x, np.float64), -87.0))

@@ -240,6 +240,31 @@ def test_take_back_is_as_if_the_tokens_had_never_come(have, count):
         slots.take_back(whole, count + 1, budget=4)
 
 
+@pytest.mark.parametrize("sizes", [(4, 6), (4, 8), (8, 4), (4, 5), (6, 3)])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_cadence_token_is_split_invariant_across_a_change_of_budget(sizes, count):
+    before, after = (h2o.Config(budget=size, sink=1, recent=1, cadence="token") for size in sizes)
+    keys = mx.random.normal((1, 11 + count, 4), key=mx.random.key(count))
+    state = h2o.init_state(before, 1, 4, dtype=mx.float32)
+    state = h2o.update_batched(before, state, keys[:, :11], keys[:, :11], queries=keys[:, None, :11])
+    whole = h2o.update_batched(after, state, keys[:, 11:], keys[:, 11:], queries=keys[:, None, 11:])
+    for t in range(11, 11 + count):
+        now = slice(t, t + 1)
+        state = h2o.update_batched(after, state, keys[:, now], keys[:, now], queries=keys[:, None, now])
+    kept = [[p for p in veloxfn.kept_positions(each)[0].tolist() if p >= 0] for each in (whole, state)]
+    assert kept[0] == kept[1]
+    assert veloxfn.kept_positions(whole).shape[1] <= sizes[1]
+
+
+def test_a_smaller_budget_shows_at_once():
+    large, small = streaming_llm.Config(budget=8, sink=1), streaming_llm.Config(budget=4, sink=1)
+    _, state = filled(large, 3)
+    for t in (3, 4):
+        state = streaming_llm.update_batched(small, state, tokens(t, 1), tokens(t, 1))
+    assert veloxfn.kept_positions(state).tolist() == [[0, 2, 3, 4]]
+    assert streaming_llm.get_kv(small, state)[0].shape == (1, 4, 2)
+
+
 def test_lesson_37_cadence_token_refuses_a_block_that_one_graph_cannot_hold():
     config = h2o.Config(budget=8, cadence="token")
     x = mx.zeros((1, 4097, 2))

@@ -43,12 +43,13 @@ class Retention:
     """What every method's Config has.
 
     Args:
-        budget: rows kept per stream after `evict`, sinks and recent ones included; at least 1.
+        budget: rows kept per stream after `evict`, sinks and recent ones included; 1 .. 2**30 - 2. A state allocates
+            budget + 1 rows at once.
         placement: where a kept key is seen: `Absolute()` keeps the position it arrived with.
         cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each,
             in one lazy graph of S steps.
-        shared_heads: consecutive rows that share one kept set (their importance is averaged); they have the same `valid`.
-            1 = independent.
+        shared_heads: consecutive rows that share one kept set (their importance is averaged); such rows have the same
+            `valid`. 1 = independent.
         sink: first arrivals of a row that are never evicted.
 
     Raises:
@@ -74,7 +75,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         """Validate what all methods share."""
-        checks.integer("budget", self.budget, low=1)
+        checks.integer("budget", self.budget, low=1, high=2**30 - 2)
         checks.choice("cadence", self.cadence, ("block", "token"))
         checks.integer("shared_heads", self.shared_heads, low=1)
         checks.integer("sink", self.sink, low=0)

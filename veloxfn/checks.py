@@ -27,12 +27,14 @@ __all__ = [
 ]
 
 
-def integer(name: str, value: object, *, low: int) -> None:
-    """Raise unless `value` is an int (not a bool) of at least `low`."""
+def integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    """Raise unless `value` is an int (not a bool) of at least `low` and at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < low:
         raise ValueError(f"{name} must be >= {low}, got {value}")
+    if high is not None and value > high:
+        raise ValueError(f"{name} must be <= {high}, got {value}")
 
 
 def number(name: str, value: object, *, low: float = -math.inf, high: float = math.inf) -> None:

@@ -124,7 +124,8 @@ def _rewind_exactly() -> None:
     def trim_prompt_cache(cache: list[Any], num_tokens: int) -> Any:
         if not any(isinstance(layer, AttentionObserver) for layer in cache):
             return original(cache, num_tokens)
-        return [layer.trim(num_tokens) for layer in cache][0]
+        taken = [layer.trim(num_tokens) for layer in cache]
+        return taken[0]
 
     _trims.append(original)
     setattr(generate, _TRIM, trim_prompt_cache)

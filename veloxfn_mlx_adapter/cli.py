@@ -77,25 +77,33 @@ def _parsers() -> tuple[_Parser, _Parser]:
         "generate",
         help="answer a prompt under a cache budget",
         description="Answer a prompt under a cache budget, then say what the cache kept.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="default: a built-in text that is longer than the budget")
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a text file")
     generate.add_argument("--model", metavar="PATH", help=f"mlx_lm folder or hub id; default: {DEMO_NAME}")
-    generate.add_argument("--method", choices=list(veloxfn.METHODS), default="h2o", help="what decides which rows stay")
-    generate.add_argument("--budget", type=int, default=DEFAULT_BUDGET, help="rows kept per kv head and layer")
-    generate.add_argument("--sink", type=int, metavar="N", help="first tokens that always stay")
-    generate.add_argument("--recent", type=int, metavar="N", help="last tokens that always stay")
+    generate.add_argument(
+        "--method", choices=list(veloxfn.METHODS), default="h2o", help="what decides which rows stay (h2o)"
+    )
+    generate.add_argument(
+        "--budget", type=int, default=DEFAULT_BUDGET, help=f"rows kept per kv head and layer ({DEFAULT_BUDGET})"
+    )
+    generate.add_argument("--sink", type=int, metavar="N", help="first tokens that always stay (4)")
+    generate.add_argument(
+        "--recent",
+        type=int,
+        metavar="N",
+        help="h2o, knorm: last tokens that always stay (h2o: half the budget; knorm: 0)",
+    )
     generate.add_argument(
         "--age-normalised",
         action=argparse.BooleanOptionalAction,
         help="h2o: rank by attention per query instead of its plain sum; on unless turned off",
     )
-    generate.add_argument("--max-tokens", type=int, default=100, help="longest answer")
-    generate.add_argument("--chunk", type=int, default=512, help="prompt tokens read per call")
-    generate.add_argument("--temp", type=float, default=0.0, help="sampling temperature, 0 = most likely token")
-    generate.add_argument("--seed", type=int, default=0, help="of the sampling")
+    generate.add_argument("--max-tokens", type=int, default=100, help="longest answer (100)")
+    generate.add_argument("--chunk", type=int, default=512, help="prompt tokens read per call (512)")
+    generate.add_argument("--temp", type=float, default=0.0, help="sampling temperature (0 = most likely token)")
+    generate.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
     return parser, generate
 
 

@@ -48,7 +48,9 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
         )
     layers = list(getattr(model, "layers", []))
     budgets = {
-        chosen.config.budget if chosen is not None else None for chosen, is_full in zip(policies, full) if is_full
+        chosen.config.budget if chosen is not None else None
+        for chosen, is_full in zip(policies, full, strict=True)
+        if is_full
     }
     with capture.query_capture(model):
         for i in wanted:

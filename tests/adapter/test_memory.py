@@ -4,10 +4,9 @@ import io
 
 import mlx.core as mx
 import pytest
-
-import veloxfn
 from mlx_lm.models import base
 
+import veloxfn
 from veloxfn_mlx_adapter import EvictingCache
 
 METHODS = sorted(veloxfn.METHODS)

@@ -1,9 +1,12 @@
 """What mlx_lm does with a cache beside attending: copy, save, trim, count, refuse."""
 
 import copy
+import gc
+import sys
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.generate import _merge_caches, generate_step, maybe_quantize_kv_cache, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
@@ -164,22 +167,52 @@ def test_lesson_28_taking_back_more_is_refused(tiny, caches_of, tokens):
         caches[0].trim(1)
 
 
-def test_speculative_decoding_equals_plain_decoding_below_the_budget(tiny, caches_of, stock, tokens):
-    model, draft, prompt = tiny(), tiny(num_hidden_layers=1), tokens(20)[0]
+def lively(model, seed):
+    """Weights large enough that the most likely token changes from step to step."""
+    draws = iter(mx.random.split(mx.random.key(seed), 200))
+    model.update(tree_map(lambda leaf: 0.4 * mx.random.normal(leaf.shape, key=next(draws)), model.parameters()))
+    return model
+
+
+@pytest.mark.parametrize("budget", [16, 500])
+@pytest.mark.parametrize("method", METHODS)
+def test_speculative_decoding_takes_back_what_was_rejected(method, budget, tiny, stock, tokens):
+    """The tokens of plain decoding below the budget, and the rewound offset of mlx_lm's own cache always."""
+    model, draft, prompt = lively(tiny(), 1), lively(tiny(num_hidden_layers=1), 2), tokens(40)[0]
+    policy = veloxfn.policy(veloxfn.METHODS[method].Config(budget=budget))
     expected = [token for token, _ in generate_step(prompt, model, max_tokens=20)]
-    caches, own = caches_of(model, budget=64), stock(model)
-    for run in (caches, own):
-        steps = speculative_generate_step(prompt, model, draft, max_tokens=20, prompt_cache=run + stock(draft))
-        assert [int(token) for token, _, _ in steps] == expected
-    assert caches[0].offset == own[0].offset
+    assert len(set(expected)) > 5
+    offsets, said = [], []
+    for run in (make_prompt_cache(model, policy), stock(model)):
+        steps = list(speculative_generate_step(prompt, model, draft, max_tokens=20, prompt_cache=run + stock(draft)))
+        said.append([int(token) for token, _, _ in steps])
+        offsets.append(run[0].offset)
+        assert sum(not from_draft for _, _, from_draft in steps) > 5, "the draft was rejected now and then"
+    assert said[1] == expected
+    if budget == 500:
+        assert said[0] == expected
+        assert offsets[0] == offsets[1]
+    assert offsets[0] in (59, 60, 61, 62, 63)
 
 
-def test_speculative_decoding_runs_under_eviction(tiny, caches_of, stock, tokens):
-    model, draft, prompt = tiny(), tiny(num_hidden_layers=1), tokens(40)[0]
-    caches = caches_of(model, budget=16)
-    steps = speculative_generate_step(prompt, model, draft, max_tokens=20, prompt_cache=caches + stock(draft))
-    assert len(list(steps)) == 20
-    assert caches[0].offset in (59, 60)
+def test_a_rewind_beyond_the_last_block_is_loud(tiny, stock, tokens):
+    model, prompt = lively(tiny(), 1), tokens(40)[0]
+    policy = veloxfn.policy(veloxfn.streaming_llm.Config(budget=16))
+    draft = lively(tiny(num_hidden_layers=1), 2)
+    caches = make_prompt_cache(model, policy) + make_prompt_cache(draft, policy)
+    with pytest.raises(ValueError, match="trim takes back 0 to 1 tokens, the last block"):
+        list(speculative_generate_step(prompt, model, draft, max_tokens=20, prompt_cache=caches, num_draft_tokens=5))
+
+
+def test_the_rewind_is_mlx_lms_own_again_without_our_caches(tiny, caches_of):
+    generate = sys.modules["mlx_lm.generate"]
+    gc.collect()
+    original = generate.trim_prompt_cache
+    caches = caches_of(tiny(), budget=16)
+    assert generate.trim_prompt_cache is not original
+    del caches
+    gc.collect()
+    assert generate.trim_prompt_cache is original is mlx_lm_cache.trim_prompt_cache
 
 
 def test_lesson_29_deep_copies_are_independent(tiny, caches_of, tokens, feed):

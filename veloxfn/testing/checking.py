@@ -43,7 +43,9 @@ def _grid_stream(seed: int, rows: int, tokens: int, blocks: tuple[int, ...], dty
 
 
 def check(policy: AnyPolicy, claims: Claims | None = None, *, cost: bool = True) -> None:
-    """Run every law on `policy`.
+    """Run the laws on `policy`, over a handful of fixed streams.
+
+    `pytest properties --policy` draws many more streams, and adds what needs several budgets (`budgets_nest`).
 
     Args:
         policy: any method with its config bound.

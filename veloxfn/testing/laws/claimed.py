@@ -93,11 +93,12 @@ def law_budgets_nest(
 
 
 def law_content_does_not_matter(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
-    """Other keys and queries keep the same positions."""
+    """Other keys, values and queries keep the same positions."""
     claims = claims or claims_for(policy.config)
     if not claims.content_independent:
         return
-    other = replace(stream, keys=-stream.keys[:, ::-1], queries=stream.queries[:, :, ::-1] + 1)
+    grown = stream.values[:, ::-1] * (1 + np.arange(stream.values.shape[1]) % 3)[:, None]
+    other = replace(stream, keys=-stream.keys[:, ::-1], values=grown, queries=stream.queries[:, :, ::-1] + 1)
     pairs = zip(live_positions(run(policy, stream, claims)), live_positions(run(policy, other, claims)), strict=True)
     for row, (one, two) in enumerate(pairs):
         assert one.tolist() == two.tolist(), (
