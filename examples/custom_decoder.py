@@ -11,9 +11,9 @@ byte by byte: about a minute on two CPU cores with OpenBLAS, several without it.
     state = policy.evict(state, queries=queries)      # then let go of the weakest
 
 It prints the bits per byte of held-out passages with the full cache, under the budget and under a sliding window of the
-same budget, then the bytes that the model writes. After so little training the text is babble, and the model makes no use
-of bytes older than the default budget: the three numbers lie within 0.01 of each other. The example shows how the parts fit
-together; what the methods keep of a real model's quality is for the benchmarks to say.
+same budget, then the bytes that the model writes. After so little training the text is babble, and the model makes no
+use of bytes older than the default budget: the three numbers lie within 0.01 of each other. The example shows how the
+parts fit together; what the methods keep of a real model's quality is for the benchmarks to say.
 """
 
 from __future__ import annotations
