@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import Policy, Retention, Slots, checks, slots
-from veloxfn.binding import bind
-from veloxfn.reading import get_kv
+from veloxfn import Policy, Retention, Slots, bind, checks, slots
 from veloxfn.retention import retire
 
-__all__ = ["Config", "State", "absorb", "evict", "get_kv", "init_state", "policy", "update_batched"]
+__all__ = ["Config", "State", "absorb", "evict", "init_state", "policy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +89,6 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     return retire(state, _draws(config, state.slots), config)
 
 
-def update_batched(
-    config: Config,
-    state: State,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    queries: mx.array | None = None,
-    attention: mx.array | None = None,
-    valid: mx.array | None = None,
-) -> State:
-    """`evict` after `absorb`."""
-    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
-
-
 def policy(config: Config) -> Policy[State]:
     """The functions of this module with `config` bound."""
-    return bind(config, init_state, absorb, evict, update_batched, get_kv)
+    return bind(config, init_state, absorb, evict)

@@ -124,9 +124,8 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    checks.block(state.slots, keys, values, valid)
-    cadence.check_block(config, keys)
     base = slots.append(state.slots, keys, values, valid, budget=config.budget)
+    cadence.check_block(config, keys)
     return State(slots=base, mass=slots.arrive(base, state.mass, 0.0))
 
 

@@ -85,6 +85,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
 
         Returns:
             keys [B, Hkv, n, D] and values [B, Hkv, n, Dv] to attend to: the kept rows, then the N new ones in order.
+            The first of those may sit in a slot between the kept rows, which causal masking does not notice.
 
         Raises:
             ValueError: other batch, heads or dimensions than before.

@@ -1,4 +1,4 @@
-"""One call of a cache as a pure function: evict after the block before, absorb this one, read."""
+"""The two halves of a cache's call as pure functions, eager and compiled: evict the block before, absorb this one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[mx.array, mx.array]
 
 def evicted(policy: Policy[Any], state: Any, queries: mx.array | None) -> Any:
     """The state after its block was scored and evicted."""
-    return policy.evict(state) if queries is None else policy.evict(state, queries=queries)
+    return policy.evict(state, queries=queries)
 
 
 def absorbed(policy: Policy[Any], state: Any, keys: mx.array, values: mx.array) -> tuple[Any, Pair]:
@@ -44,7 +44,7 @@ def evicted_in_step(policy: Policy[Any], state: Any, queries: mx.array | None) -
     Evaluated with the attention that shows the queries, not with the next call: there the scoring would still read the
     buffer that the next token is written into, and MLX would copy it.
     """
-    return _compiled_evict(policy)(state) if queries is None else _compiled_evict(policy)(state, queries=queries)
+    return _compiled_evict(policy)(state, queries=queries)
 
 
 def absorbed_in_step(policy: Policy[Any], state: Any, keys: mx.array, values: mx.array) -> tuple[Any, Pair]:
