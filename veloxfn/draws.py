@@ -62,8 +62,10 @@ def _keyed(name: mx.array, positions: mx.array) -> mx.array:
     """32 random bits of (64-bit name, position): for each name, a bijection of the positions."""
     low, high = name.astype(mx.uint32), (name >> 32).astype(mx.uint32)
     x = positions.astype(mx.uint32) + low
-    x = (x ^ (x >> 16)) * 0x7FEB352D + high  # + and not ^, which is not exact under vmap
-    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) + high  # + and not ^, which is not exact under vmap
+    x = (x ^ (x >> 16)) * 0x846CA68B
+    x = (x ^ (x >> 15)) * 0x7FEB352D
     return x ^ (x >> 16)
 
 
