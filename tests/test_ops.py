@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from veloxfn.ops import attention_mass, fusion
-from veloxfn.ops.attention_mass import _exp, _widened, reference
+from veloxfn.ops.attention_mass import reference
+from veloxfn.ops.weights import _exp, _widened
 
 
 def case(rows, groups, count, length, dim, dtype, seed=0):

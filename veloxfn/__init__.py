@@ -14,7 +14,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import h2o, keyformer, knorm, snapkv, streaming_llm, tova
 from veloxfn.accounting import (
     allocated_bytes,
     compression_ratio,
@@ -45,17 +45,27 @@ __all__ = [
     "h2o",
     "kept_bytes",
     "kept_positions",
+    "keyformer",
     "knorm",
     "next_position",
     "policy",
+    "snapkv",
     "streaming_llm",
     "streams",
     "take_rows",
     "tokens_kept",
     "tokens_seen",
+    "tova",
 ]
 
-METHODS: dict[str, ModuleType] = {"h2o": h2o, "knorm": knorm, "streaming_llm": streaming_llm}
+METHODS: dict[str, ModuleType] = {
+    "h2o": h2o,
+    "keyformer": keyformer,
+    "tova": tova,
+    "snapkv": snapkv,
+    "knorm": knorm,
+    "streaming_llm": streaming_llm,
+}
 """Every method by name: its row puts it into the tests, laws, benchmarks and the command line."""
 
 

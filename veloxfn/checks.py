@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "array",
-    "attention",
     "block",
     "choice",
+    "evidence",
     "flag",
     "floating",
     "instance",
     "integer",
     "no_evidence",
     "number",
-    "queries",
     "window",
 ]
 
@@ -63,12 +62,12 @@ def instance(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name} must be {kind.__name__}, got {value!r} ({type(value).__name__})")
 
 
-def window(budget: int, sink: int, recent: int) -> None:
+def window(budget: int, sink: int, recent: int, *, name: str = "recent") -> None:
     """Raise unless at least one row of the budget stays evictable."""
     if sink + recent >= budget:
         raise ValueError(
-            f"sink + recent must be < budget, so that one slot stays evictable; "
-            f"got sink={sink} + recent={recent} = {sink + recent}, budget={budget}"
+            f"sink + {name} must be < budget, so that one slot stays evictable; "
+            f"got sink={sink} + {name}={recent} = {sink + recent}, budget={budget}"
         )
 
 
@@ -108,7 +107,7 @@ def block(slots: Slots, keys: object, values: object, valid: object) -> None:
         raise ValueError(f"evict before the next absorb: a block of {waiting} tokens awaits eviction")
 
 
-def queries(slots: Slots, value: object) -> None:
+def _queries(slots: Slots, value: object) -> None:
     """Raise unless `value` holds the queries [N, G, S, D] of the block that awaits eviction."""
     rows, count = slots.arrived.shape
     array("queries", value, "[N, G, S, D]", (rows, None, count, slots.keys.shape[2]))
@@ -117,10 +116,38 @@ def queries(slots: Slots, value: object) -> None:
         raise ValueError("queries must have at least one head per row, got G = 0")
 
 
-def attention(slots: Slots, value: object) -> None:
+def _attention(slots: Slots, value: object) -> None:
     """Raise unless `value` holds the attention mass [N, n] of the block that awaits eviction."""
     array("attention", value, "[N, n]", slots.positions.shape)
     floating("the dtype of attention", cast(mx.array, value).dtype)
+
+
+def evidence(
+    method: str, slots: Slots, queries: object, attention: object, *, proxy: bool = False, refused: str = ""
+) -> None:
+    """Raise unless exactly what `method` ranks by is given for the block that awaits eviction.
+
+    Args:
+        method: its name.
+        slots: slots with S arrivals.
+        queries: [N, G, S, D], or None.
+        attention: [N, n], or None.
+        proxy: the arriving keys act as queries: neither may be given.
+        refused: why `attention` cannot be taken here; "" = it can.
+    """
+    if proxy:
+        no_evidence(f'{method} with query_source="key_proxy"', queries, attention)
+    elif (queries is None) == (attention is None):
+        wanted = "queries [N, G, S, D]" + ("" if refused else " or attention [N, n]")
+        raise ValueError(
+            f"{method} ranks by attention: pass {wanted} of the block, got {'neither' if queries is None else 'both'}"
+        )
+    elif queries is not None:
+        _queries(slots, queries)
+    elif refused:
+        raise ValueError(f"{method} cannot take attention= here: {refused}")
+    else:
+        _attention(slots, attention)
 
 
 def no_evidence(method: str, queries: object, attention: object) -> None:

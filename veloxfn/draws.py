@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from veloxfn.ops.fusion import fused
+from veloxfn.ops.noise import hashed_gumbel, hashed_uniform
 
 __all__ = ["gumbel", "hashed_gumbel", "names", "uniform"]
 
@@ -44,34 +44,12 @@ def uniform(seed: int, streams: mx.array, positions: mx.array) -> mx.array:
     Returns:
         [N, n] float32, neither 0 nor 1.
     """
-    return _unit(_keyed(names(seed, streams)[:, None], positions))
+    return hashed_uniform(names(seed, streams)[:, None], positions)
 
 
 def gumbel(seed: int, streams: mx.array, positions: mx.array) -> mx.array:
     """Gumbel(0, 1) draws, one per token: arguments as for `uniform`; [N, n] float32, all finite."""
     return hashed_gumbel(names(seed, streams)[:, None], positions)
-
-
-@fused
-def hashed_gumbel(name: mx.array, positions: mx.array) -> mx.array:
-    """Gumbel(0, 1) draws for uint64 names and int32 positions, broadcast against each other; float32, finite."""
-    return -mx.log(-mx.log(_unit(_keyed(name, positions))))
-
-
-def _keyed(name: mx.array, positions: mx.array) -> mx.array:
-    """32 random bits of (64-bit name, position): for each name, a bijection of the positions."""
-    low, high = name.astype(mx.uint32), (name >> 32).astype(mx.uint32)
-    x = positions.astype(mx.uint32) + low
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) + high  # + and not ^, which is not exact under vmap
-    x = (x ^ (x >> 16)) * 0x846CA68B
-    x = (x ^ (x >> 15)) * 0x7FEB352D
-    return x ^ (x >> 16)
-
-
-def _unit(bits: mx.array) -> mx.array:
-    """32 bits as a float32 in (0, 1): the middle of one of 2**23 equal intervals, so neither 0 nor 1."""
-    return ((bits >> 9).astype(mx.float32) + 0.5) * 2.0**-23
 
 
 def _mixed(x: mx.array) -> mx.array:

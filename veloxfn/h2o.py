@@ -18,7 +18,7 @@ import mlx.core as mx
 from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import attention_mass
+from veloxfn.evidence import accumulated
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire
 
@@ -146,48 +146,38 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     count = state.slots.arrived.shape[1]
     if count == 0:
         return state
-    _check_evidence(config, state, queries, attention)
+    check_evidence("h2o", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
         return cadence.replay(update_batched, config, state, queries)
-    base, mass = state.slots, state.mass
-    if config.decay != 1.0:
-        valid = (base.arrived >= 0).sum(axis=1, keepdims=True)
-        mass = mass * mx.power(mx.array(config.decay, mx.float32), valid.astype(mx.float32))
-    if attention is not None:
-        mass = mass + attention.astype(mx.float32)
-    else:
-        own = config.query_source == "true"
-        asked = slots.arrivals(base)[0][:, None] if queries is None else queries
-        mass = mass + attention_mass(base, asked, decay=config.decay, own=own)
-    return retire(State(slots=base, mass=mass), _importance(config, base, mass), config)
+    state = scored(config, state, queries, attention)
+    return retire(state, importance(config, state), config)
 
 
-def _importance(config: Config, base: Slots, mass: mx.array) -> mx.array:
-    if not config.age_normalised:
-        return mass
-    age = base.seen[:, None] - base.positions - (config.query_source == "key_proxy")
-    return mass / mx.maximum(age, 1).astype(mx.float32)
-
-
-def _check_evidence(config: Config, state: State, queries: mx.array | None, attention: mx.array | None) -> None:
-    count = state.slots.arrived.shape[1]
-    if config.query_source == "key_proxy":
-        checks.no_evidence('h2o with query_source="key_proxy"', queries, attention)
-    elif (queries is None) == (attention is None):
-        given = "neither" if queries is None else "both"
-        raise ValueError(
-            f"h2o ranks by attention: pass queries [N, G, S, D] or attention [N, n] of the block, got {given} "
-            f'(query_source="key_proxy" ranks by keys instead)'
+def check_evidence(
+    method: str, config: Config, base: Slots, queries: mx.array | None, attention: mx.array | None
+) -> None:
+    """Raise unless the evidence of the block is what the config ranks by."""
+    count, refused = base.arrived.shape[1], ""
+    if count > 1 and (config.decay != 1.0 or config.cadence == "token"):
+        refused = (
+            f"it sums over the block: with S = {count} > 1 it needs decay=1 and cadence='block', "
+            f"got decay={config.decay}, cadence={config.cadence!r}"
         )
-    elif queries is not None:
-        checks.queries(state.slots, queries)
-    else:
-        checks.attention(state.slots, attention)
-        if count > 1 and (config.decay != 1.0 or config.cadence == "token"):
-            raise ValueError(
-                f"attention= sums over the block: with S = {count} > 1 it needs decay=1 and cadence='block', "
-                f"got decay={config.decay}, cadence={config.cadence!r}"
-            )
+    checks.evidence(method, base, queries, attention, proxy=config.query_source == "key_proxy", refused=refused)
+
+
+def scored(config: Config, state: State, queries: mx.array | None, attention: mx.array | None) -> State:
+    """The state with the block's attention in its masses."""
+    mass = accumulated(state.mass, state.slots, queries, attention, placement=config.placement, decay=config.decay)
+    return state._replace(mass=mass)
+
+
+def importance(config: Config, state: State) -> mx.array:
+    """Mass [N, n], per query that has seen the slot where the config says so."""
+    if not config.age_normalised:
+        return state.mass
+    age = state.slots.seen[:, None] - state.slots.positions - (config.query_source == "key_proxy")
+    return state.mass / mx.maximum(age, 1).astype(mx.float32)
 
 
 def update_batched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from veloxfn.ops.attention_mass import attention_mass
+from veloxfn.ops.attention_mass import Temper, attention_mass
+from veloxfn.ops.attention_rows import attention_rows
 
-__all__ = ["attention_mass"]
+__all__ = ["Temper", "attention_mass", "attention_rows"]
