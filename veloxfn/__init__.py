@@ -14,7 +14,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from veloxfn import h2o, keyformer, knorm, snapkv, streaming_llm, tova
+from veloxfn import budgets, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.accounting import (
     allocated_bytes,
     compression_ratio,
@@ -37,6 +37,7 @@ __all__ = [
     "Slots",
     "allocated_bytes",
     "bind",
+    "budgets",
     "candidate_mask",
     "candidates",
     "compression_ratio",
@@ -49,6 +50,7 @@ __all__ = [
     "knorm",
     "next_position",
     "policy",
+    "pyramidkv",
     "snapkv",
     "streaming_llm",
     "streams",
@@ -63,6 +65,7 @@ METHODS: dict[str, ModuleType] = {
     "keyformer": keyformer,
     "tova": tova,
     "snapkv": snapkv,
+    "pyramidkv": pyramidkv,
     "knorm": knorm,
     "streaming_llm": streaming_llm,
 }

@@ -1,9 +1,11 @@
-"""Bind a config to a method's functions."""
+"""Find the module of a config, and bind a config to a method's functions."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ import mlx.core as mx
 from veloxfn import reading
 from veloxfn.base import Policy, Retention, State
 
-__all__ = ["bind"]
+__all__ = ["bind", "module_of"]
 
 S = TypeVar("S", bound=State)
 Pair = tuple[mx.array, mx.array]
@@ -45,3 +47,15 @@ def bind(
         update_batched=partial(update_batched or update, config),
         get_kv=partial(get_kv, config),
     )
+
+
+def module_of(config: Retention) -> ModuleType:
+    """The method module that defines the type of `config`.
+
+    Raises:
+        TypeError: that module is no method: its `Config` is another type, or it has no `policy`.
+    """
+    module = sys.modules.get(type(config).__module__)
+    if module is None or getattr(module, "Config", None) is not type(config) or not hasattr(module, "policy"):
+        raise TypeError(f"{type(config).__module__}.{type(config).__qualname__} is the Config of no method module")
+    return module
