@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 import mlx.core as mx
 
 from veloxfn import checks
-from veloxfn.placement import Absolute
+from veloxfn.placement import Absolute, Contiguous
 
 __all__ = ["Absorb", "Candidates", "Evict", "GetKV", "InitState", "Policy", "Retention", "Slots", "State", "Update"]
 
@@ -26,6 +26,7 @@ class Slots(NamedTuple):
     arrived: mx.array  # [N, S] int32, slot of each token of the block absorbed last, -1 = padded; S = 0 after evict
     seen: mx.array  # [N] int32, arrivals so far
     streams: mx.array  # [N] uint32, names the row's noise stream
+    rotations: mx.array  # [N, C] int32, position each key arrived rotated at, of no meaning in a free slot; else [N, 0]
 
 
 @runtime_checkable
@@ -45,7 +46,8 @@ class Retention:
     Args:
         budget: rows kept per stream after `evict`, sinks and recent ones included; 1 .. 2**30 - 2. A state allocates
             budget + 1 rows at once.
-        placement: where a kept key is seen: `Absolute()` keeps the position it arrived with.
+        placement: where a kept key is seen: `Absolute()` keeps the position it arrived with, `Contiguous(rope)` turns
+            it to its rank among the kept ones.
         cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each,
             in one lazy graph of S steps.
         shared_heads: consecutive rows that share one kept set (their importance is averaged); such rows have the same
@@ -58,7 +60,7 @@ class Retention:
     """
 
     budget: int = 512
-    placement: Absolute = field(default_factory=Absolute)
+    placement: Absolute | Contiguous = field(default_factory=Absolute)
     cadence: str = "block"
     shared_heads: int = 1
     sink: int = 4
@@ -79,7 +81,7 @@ class Retention:
         checks.choice("cadence", self.cadence, ("block", "token"))
         checks.integer("shared_heads", self.shared_heads, low=1)
         checks.integer("sink", self.sink, low=0)
-        checks.instance("placement", self.placement, Absolute)
+        checks.instance("placement", self.placement, Absolute, Contiguous)
 
 
 S = TypeVar("S", bound=State)

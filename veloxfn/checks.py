@@ -56,10 +56,11 @@ def choice(name: str, value: object, options: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}; got {value!r}")
 
 
-def instance(name: str, value: object, kind: type) -> None:
-    """Raise unless `value` is a `kind`."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {kind.__name__}, got {value!r} ({type(value).__name__})")
+def instance(name: str, value: object, *kinds: type) -> None:
+    """Raise unless `value` is one of the `kinds`."""
+    if not isinstance(value, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{name} must be {names}, got {value!r} ({type(value).__name__})")
 
 
 def window(budget: int, sink: int, recent: int, *, name: str = "recent") -> None:

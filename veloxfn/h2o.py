@@ -106,7 +106,7 @@ def init_state(
     >>> slots.kept_positions(state)[0].tolist()
     [0, 1, 2, 3, 4, 17, 18, 19]
     """
-    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams)
+    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement)
     return State(slots=base, mass=mx.zeros(base.positions.shape, mx.float32))
 
 
@@ -148,7 +148,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return state
     check_evidence("h2o", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(update_batched, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries)
     state = scored(config, state, queries, attention)
     return retire(state, importance(config, state), config)
 

@@ -142,7 +142,7 @@ def init_state(
     >>> slots.kept_positions(state).tolist()
     [[0, 1, 2, 3, 4, 17, 18, 19]]
     """
-    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams)
+    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement)
     nothing = mx.zeros(base.positions.shape, mx.float32)
     return State(slots=base, mass=nothing, noise=nothing)
 
@@ -209,7 +209,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     proxy = config.query_source == "key_proxy"
     checks.evidence("keyformer", base, queries, attention, proxy=proxy, refused=refused)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(update_batched, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries)
     heads = 1 if queries is None else queries.shape[1]
     mass = accumulated(
         state.mass, base, queries, attention, placement=config.placement, temper=_temper(config, base, heads)

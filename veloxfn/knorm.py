@@ -87,7 +87,7 @@ def init_state(
     >>> slots.kept_positions(state).tolist()
     [[0, 2, 4, 5]]
     """
-    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams)
+    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement)
     return State(slots=base, norms=mx.zeros(base.positions.shape, mx.float32))
 
 

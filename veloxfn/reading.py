@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from veloxfn.base import Retention, State
 from veloxfn.evidence import arrival_positions, visible_to
+from veloxfn.placement import Contiguous, live_count, rope_for, rotate, seen_keys
 from veloxfn.slots import ordered
 
 __all__ = ["candidate_mask", "candidates", "get_kv", "next_position"]
@@ -29,9 +30,8 @@ def candidates(config: Retention, state: State) -> tuple[mx.array, mx.array]:
     if slots.arrived.shape[1] == 0:
         return get_kv(config, state)
     length = slots.positions.shape[1]
-    if length == slots.keys.shape[1]:
-        return slots.keys, slots.values
-    return slots.keys[:, :length], slots.values[:, :length]
+    values = slots.values if length == slots.values.shape[1] else slots.values[:, :length]
+    return seen_keys(config.placement, slots), values
 
 
 def candidate_mask(config: Retention, state: State) -> mx.array:
@@ -47,18 +47,26 @@ def get_kv(config: Retention, state: State) -> tuple[mx.array, mx.array]:
     """Kept keys and values in temporal order.
 
     Returns:
-        keys [N, min(n, budget), D] and values [N, min(n, budget), Dv], zeros in front where a row holds fewer tokens;
-        `kept_positions` names the rows. With a block awaiting eviction nothing has been lost yet: all n slots.
+        keys [N, min(n, budget), D], placed as the config says, and values [N, min(n, budget), Dv], zeros in front where
+        a row holds fewer tokens; `kept_positions` names the rows. With a block awaiting eviction nothing has been lost
+        yet: all n slots.
     """
     slots = state.slots
     index, positions = ordered(slots)
-    live = (positions >= 0)[..., None]
-    keys, values = (
-        mx.where(live, mx.take_along_axis(buffer, index[..., None], axis=1), 0) for buffer in (slots.keys, slots.values)
-    )
-    return keys, values
+    live = positions >= 0
+    keys, values = (mx.take_along_axis(buffer, index[..., None], axis=1) for buffer in (slots.keys, slots.values))
+    rope = rope_for(config.placement, slots)
+    if rope is not None:
+        start = mx.take_along_axis(slots.rotations, index, axis=1)
+        keys = rotate(rope, keys, start=start, to=mx.cumsum(live.astype(mx.int32), axis=1) - 1)
+    return mx.where(live[..., None], keys, 0), mx.where(live[..., None], values, 0)
 
 
 def next_position(config: Retention, state: State) -> mx.array:
-    """Position, in the model's rotary embedding, of each row's next token: [N] int32."""
+    """Position, in the model's rotary embedding, of each row's next token: [N] int32.
+
+    The tokens seen, or under `Contiguous` the tokens kept, those of a block that awaits eviction up to the budget.
+    """
+    if isinstance(config.placement, Contiguous):
+        return mx.minimum(live_count(state.slots), config.budget)
     return state.slots.seen

@@ -14,9 +14,11 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.base import Slots, State
+from veloxfn.placement import Absolute, Contiguous, Placement, check_dims, live_count
 
 __all__ = [
     "append",
+    "arrival_rotations",
     "arrivals",
     "arrive",
     "concat_rows",
@@ -30,6 +32,7 @@ __all__ = [
     "streams",
     "take_back",
     "take_rows",
+    "with_arrival_rotations",
     "with_slots",
 ]
 
@@ -65,13 +68,20 @@ def empty(
     value_dim: int | None,
     dtype: mx.Dtype,
     streams: mx.array | None,
+    *,
+    placement: Placement = Absolute(),  # noqa: B008 (frozen)
 ) -> Slots:
-    """Slots of `rows` streams that have seen nothing, with room for budget + 1 tokens each."""
+    """Slots of `rows` streams that have seen nothing, with room for budget + 1 tokens each.
+
+    A method that is to work with `placement=Contiguous(rope)` passes its config's placement.
+    """
     checks.integer("rows", rows, low=1)
     checks.integer("key_dim", key_dim, low=1)
     value_dim = key_dim if value_dim is None else value_dim
     checks.integer("value_dim", value_dim, low=0)
     checks.floating("dtype", dtype)
+    if isinstance(placement, Contiguous):
+        check_dims(placement.rope, key_dim)
     if streams is None:
         streams = mx.arange(rows, dtype=mx.uint32)
     checks.array("streams", streams, "[N]", (rows,))
@@ -84,6 +94,7 @@ def empty(
         arrived=mx.zeros((rows, 0), mx.int32),
         seen=mx.zeros((rows,), mx.int32),
         streams=streams.astype(mx.uint32),
+        rotations=mx.zeros((rows, budget + 1 if isinstance(placement, Contiguous) else 0), mx.int32),
     )
 
 
@@ -121,7 +132,11 @@ def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | Non
         after = slots.seen[:, None] + mx.cumsum(valid.astype(mx.int32), axis=1)
         positions, seen = mx.where(valid, after - 1, -1), after[:, -1]
     full = length == slots.keys.shape[1] == room
-    buffers = ((slots.keys, keys), (slots.values, values))
+    buffers = [(slots.keys, keys), (slots.values, values)]
+    if slots.rotations.shape[1]:
+        index = mx.arange(count, dtype=mx.int32) if valid is None else mx.maximum(positions - slots.seen[:, None], 0)
+        rotations = mx.broadcast_to(live_count(slots)[:, None] + index, (rows, count))
+        buffers.append((slots.rotations[..., None], rotations[..., None]))
     if full:
         free = mx.argmin(slots.positions, axis=1, keepdims=True)
         tail = mx.broadcast_to(mx.arange(length, length + count - 1, dtype=mx.int32), (rows, count - 1))
@@ -135,7 +150,8 @@ def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | Non
         stored = [_write(buffer, fresh, length, room) for buffer, fresh in buffers]
     arrived = arrived if valid is None else mx.where(valid, arrived, -1)
     positions = _extended(slots.positions, arrived, positions, in_place=full)
-    return Slots(stored[0], stored[1], positions, arrived, seen, slots.streams)
+    rotations = stored[2].squeeze(-1) if len(stored) > 2 else slots.rotations
+    return Slots(stored[0], stored[1], positions, arrived, seen, slots.streams, rotations)
 
 
 def _behind(column: mx.array, fresh: mx.array) -> mx.array:
@@ -221,6 +237,7 @@ def take_back(state: S, tokens: int, *, budget: int) -> S:
         positions=mx.where(positions < seen[:, None], positions, -1),
         arrived=slots.arrived[:, :left],
         seen=seen,
+        rotations=slots.rotations[:, :size],
     )
     return map_columns(lambda column: column[..., :length], with_slots(state, slots))
 
@@ -234,6 +251,19 @@ def arrivals(slots: Slots) -> tuple[mx.array, mx.array]:
     """Keys [N, S, D] and values [N, S, Dv] of the block that awaits eviction; padded ones are any slot's."""
     index = mx.maximum(slots.arrived, 0)[..., None]
     return mx.take_along_axis(slots.keys, index, axis=1), mx.take_along_axis(slots.values, index, axis=1)
+
+
+def arrival_rotations(slots: Slots) -> mx.array:
+    """Positions [N, S] int32 that the keys of the block arrived rotated at; [N, 0] where the slots hold none."""
+    if slots.rotations.shape[1] == 0:
+        return slots.rotations
+    return mx.take_along_axis(slots.rotations, mx.maximum(slots.arrived, 0), axis=1)
+
+
+def with_arrival_rotations(slots: Slots, rotations: mx.array) -> Slots:
+    """The same slots whose one arrival per row came rotated at `rotations` [N, 1] int32."""
+    here = numbers(slots.rotations.shape[1]) == slots.arrived
+    return slots._replace(rotations=mx.where(here, rotations, slots.rotations))
 
 
 def settle(state: S) -> S:
@@ -255,7 +285,12 @@ def gather_slots(state: S, keep: mx.array) -> S:
         index = keep.reshape(rows, *(1,) * (column.ndim - 2), keep.shape[1])
         return mx.take_along_axis(column, mx.broadcast_to(index, (*column.shape[:-1], keep.shape[1])), axis=-1)
 
-    slots = slots._replace(keys=pick(slots.keys), values=pick(slots.values), positions=select(slots.positions))
+    slots = slots._replace(
+        keys=pick(slots.keys),
+        values=pick(slots.values),
+        positions=select(slots.positions),
+        rotations=select(slots.rotations) if slots.rotations.shape[1] else slots.rotations,
+    )
     return map_columns(select, with_slots(state, slots))
 
 
@@ -324,6 +359,9 @@ def concat_rows(first: S, second: S) -> S:
             raise ValueError(
                 f"{name} of both states must agree in [C, D], got {list(a.shape[1:])} and {list(b.shape[1:])}"
             )
+    turned, other = (state.slots.rotations.shape[1] for state in (first, second))
+    if turned != other:
+        raise ValueError(f"both states must have one placement, got rotations of {turned} and {other} slots")
     length = max(first.slots.positions.shape[1], second.slots.positions.shape[1])
     return cast(
         S, _zip_leaves(lambda a, b: mx.concatenate([a, b], axis=0), _padded(first, length), _padded(second, length))

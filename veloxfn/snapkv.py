@@ -107,7 +107,7 @@ def init_state(
     >>> slots.kept_positions(state).tolist()
     [[0, 1, 3, 5]]
     """
-    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams)
+    base = slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement)
     return State(slots=base, window=mx.zeros((rows, config.recent_rows, 0), mx.float32))
 
 
@@ -147,7 +147,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return state
     checks.evidence("snapkv", state.slots, queries, attention, refused="the window needs each query by itself")
     if config.cadence == "token" and count > 1:
-        return cadence.replay(update_batched, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries)
     fresh, when = attention_of_last(
         state.slots, cast(mx.array, queries), min(count, config.recent_rows), placement=config.placement
     )

@@ -67,7 +67,7 @@ def init_state(
     >>> slots.kept_positions(state).tolist()
     [[0, 1, 6, 7, 8]]
     """
-    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams))
+    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement))
 
 
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:

@@ -90,7 +90,7 @@ def init_state(
     >>> slots.kept_positions(state).tolist()
     [[0, 2]]
     """
-    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams))
+    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement))
 
 
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
@@ -131,7 +131,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     one = "" if count == 1 else f"only the last query counts, and attention= sums over S = {count}"
     checks.evidence("tova", state.slots, queries, attention, refused=one)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(update_batched, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries)
     if queries is not None:
         attention = attention_of_last(state.slots, queries, 1, placement=config.placement)[0].squeeze(1)
     return retire(state, cast(mx.array, attention), config)
