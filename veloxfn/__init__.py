@@ -14,7 +14,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from veloxfn import budgets, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
+from veloxfn import budgets, cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.accounting import (
     allocated_bytes,
     compression_ratio,
@@ -38,6 +38,7 @@ __all__ = [
     "allocated_bytes",
     "bind",
     "budgets",
+    "cam",
     "candidate_mask",
     "candidates",
     "compression_ratio",
@@ -63,6 +64,7 @@ __all__ = [
 METHODS: dict[str, ModuleType] = {
     "h2o": h2o,
     "keyformer": keyformer,
+    "cam": cam,
     "tova": tova,
     "snapkv": snapkv,
     "pyramidkv": pyramidkv,

@@ -1,16 +1,26 @@
-"""What happens to the tokens that lose their slot."""
+"""What happens to the tokens that lose their slot: forgotten, or merged into survivors."""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
+from veloxfn import draws
 from veloxfn.base import State
+from veloxfn.evidence import key_norms
+from veloxfn.placement import seen_keys
+from veloxfn.slots import with_slots
 
-__all__ = ["Dispose", "drop"]
+if TYPE_CHECKING:
+    from veloxfn import cam
+
+__all__ = ["Dispose", "drop", "merge", "merge_probability"]
 
 S = TypeVar("S", bound=State)
+
+_LEAST_OWN_SHARE = 2.0**-20  # of a survivor in a merge by similarity, so that equal keys divide by no zero
+_TILE_ELEMENTS = 2**22  # pairs of loser and survivor that are looked at together
 
 
 class Dispose(Protocol):
@@ -24,3 +34,157 @@ class Dispose(Protocol):
 def drop(state: S, lost: mx.array, /) -> S:
     """Forget the losers."""
     return state
+
+
+class _Side(NamedTuple):
+    """Losers or survivors of an eviction, M of them per row, in temporal order where that matters."""
+
+    index: mx.array  # [N, M] int32, slots
+    positions: mx.array  # [N, M] int32; -1 = a slot that only fills up
+    mass: mx.array  # [N, M] float32
+    content: mx.array  # [N, M, Dv] float32 values, or [N, M, Dv + D] with the keys that are merged, too
+    keys: mx.array  # [N, M, D] float32, as queries see them; D = 0 where nothing asks for them
+
+
+def merge(config: cam.Config, state: cam.State, lost: mx.array, /) -> cam.State:
+    """Fold the values (and keys, where the config says so) of the losers into their targets.
+
+    Loser i has m targets; each takes the weight a: 1 / m with merge "sum" and "mean", w / (1 - w) / m with
+    "similarity", w = cosine of the keys, clipped to [0, 1]. A survivor becomes (v + sum a v_i) / (1 + sum a), or
+    v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with `merge_probability`. A loser that holds
+    numbers that are not finite is dropped; a survivor that takes nothing stays bit for bit.
+
+    Args:
+        config: settings of `cam`.
+        state: a state before its losers' slots are freed.
+        lost: [N, n] bool; one per row at most where n = budget + 1.
+    """
+    losers = _losers(config, state, lost)
+    survivors = _survivors(config, state, lost, losers)
+    rows, count = survivors.index.shape
+    tile = max(1, _TILE_ELEMENTS // (rows * count))
+    taken = mx.zeros((rows, count, 1 + losers.content.shape[2]), mx.float32)
+    mass = survivors.mass
+    for start in range(0, losers.index.shape[1], tile):
+        part = _Side(*(column[:, start : start + tile] for column in losers))
+        if start:
+            part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
+        merged, weights = _weights(config, state, part, survivors)
+        finite = mx.where(mx.isfinite(part.content), part.content, 0)  # the others have no weight
+        taken = taken + weights.swapaxes(1, 2) @ mx.concatenate([mx.ones((*part.mass.shape, 1)), finite], axis=2)
+        if config.targets == "nearest":
+            mass = mass + (part.mass[:, None] @ merged).squeeze(1)
+    return _given(config, state, survivors, taken, mass)
+
+
+def merge_probability(mass: mx.array, mean: mx.array) -> mx.array:
+    """Chance that a loser is merged: clamp(mass / mean mass of its targets, 0, 1).
+
+    NaN gives 0; where the targets have no mass it is 1 for a loser with mass, else 0.
+    """
+    ratio = mass / mean
+    ratio = mx.where(mx.isnan(ratio), 0.0, mx.clip(ratio, 0.0, 1.0))
+    return mx.where(mean == 0, (mass > 0).astype(mx.float32), ratio)
+
+
+def _losers(config: cam.Config, state: cam.State, lost: mx.array) -> _Side:
+    length = lost.shape[1]
+    if length == config.budget + 1:
+        index = mx.argmax(lost, axis=1, keepdims=True)
+    else:
+        index = mx.argsort(mx.where(lost, state.slots.positions, -1), axis=1)[:, config.budget :]
+    found = _side(config, state, index)
+    return found._replace(positions=mx.where(mx.take_along_axis(lost, index, axis=1), found.positions, -1))
+
+
+def _survivors(config: cam.Config, state: cam.State, lost: mx.array, losers: _Side) -> _Side:
+    """All survivors; in a step, with one loser, only those that can be its targets."""
+    positions = mx.where(lost, -1, state.slots.positions)
+    length = lost.shape[1]
+    if length > config.budget + 1:
+        index = mx.argsort(positions, axis=1)[:, length - config.budget :]
+    elif config.targets == "window":
+        count = min(config.target_count, config.budget)
+        later = mx.where(positions > losers.positions, positions, mx.iinfo(mx.int32).max)
+        index = mx.argpartition(later, count - 1, axis=1)[:, :count]
+    else:
+        cosines = _cosines(losers.keys, seen_keys(config.placement, state.slots)).squeeze(1)
+        able = (positions >= config.sink) & mx.isfinite(cosines)
+        cosines = mx.where(able, cosines, -2.0)
+        best = cosines == mx.max(cosines, axis=1, keepdims=True)
+        index = mx.argmin(mx.where(best, positions, mx.iinfo(mx.int32).max), axis=1, keepdims=True)  # ties: the oldest
+    found = _side(config, state, index)
+    return found._replace(positions=mx.take_along_axis(positions, index, axis=1))
+
+
+def _side(config: cam.Config, state: cam.State, index: mx.array) -> _Side:
+    slots = state.slots
+
+    def pick(buffer: mx.array) -> mx.array:
+        return mx.take_along_axis(buffer, index[..., None], axis=1).astype(mx.float32)
+
+    content, keys = pick(slots.values), slots.keys[:, :0]
+    if config.merge_keys:
+        content = mx.concatenate([content, pick(slots.keys)], axis=2)
+    if config.compares_keys:
+        keys = pick(seen_keys(config.placement, slots))
+    positions, mass = (mx.take_along_axis(column, index, axis=1) for column in (slots.positions, state.mass))
+    return _Side(index, positions, mass, content, keys)
+
+
+def _weights(config: cam.Config, state: cam.State, losers: _Side, survivors: _Side) -> tuple[mx.array, mx.array]:
+    """Which losers are merged into which survivors, and with which weight: two [N, L, K] float32."""
+    cosines = _cosines(losers.keys, survivors.keys) if config.compares_keys else mx.array(0.0)
+    targets = _targets(config, losers, survivors, cosines).astype(mx.float32)
+    count = mx.maximum(targets.sum(axis=2), 1)
+    merged = mx.all(mx.isfinite(losers.content), axis=2)
+    if config.gate:
+        mean = (targets @ survivors.mass[..., None]).squeeze(2) / count
+        drawn = draws.uniform(config.seed, state.slots.streams, losers.positions)
+        merged = merged & (drawn < merge_probability(losers.mass, mean))
+    targets = targets * merged[..., None]
+    weights = targets / count[..., None]
+    if config.merge == "similarity":
+        share = mx.clip(mx.where(mx.isnan(cosines), 0.0, cosines), 0.0, 1.0)
+        weights = weights * (share / mx.maximum(1 - share, _LEAST_OWN_SHARE))
+    return targets, weights
+
+
+def _targets(config: cam.Config, losers: _Side, survivors: _Side, cosines: mx.array) -> mx.array:
+    """Whether each survivor is a target of each loser: [N, L, K] bool."""
+    mine, theirs = losers.positions[..., None], survivors.positions[:, None]
+    numbers = mx.arange(survivors.index.shape[1])
+    if config.targets == "window":
+        later = (theirs > mine) & (mine >= 0)
+        before = later.shape[2] - later.sum(axis=2, keepdims=True)
+        return later & ((numbers < before + config.target_count) | (later.shape[2] <= config.target_count))
+    able = (theirs >= max(config.sink, 0)) & (mine >= 0) & mx.isfinite(cosines)
+    nearest = mx.argmax(mx.where(able, cosines, -2.0), axis=2, keepdims=True)  # ties: the oldest
+    return able & (numbers == nearest)
+
+
+def _cosines(some: mx.array, others: mx.array) -> mx.array:
+    """Cosine similarity of keys [N, L, D] with keys [N, K, D]: [N, L, K]; NaN where a key is zero or not finite."""
+    others = others.astype(mx.float32)
+    products = some @ others.swapaxes(1, 2)
+    return products / (key_norms(some)[..., None] * key_norms(others)[:, None])
+
+
+def _given(config: cam.Config, state: cam.State, survivors: _Side, taken: mx.array, mass: mx.array) -> cam.State:
+    """The state with what the survivors took: weights, then their weighted content [N, K, 1 + ..]."""
+    slots, index = state.slots, survivors.index
+    weight, content = taken[..., :1], survivors.content + taken[..., 1:]
+    if config.normalise or config.merge != "sum":
+        content = content / (1 + weight)
+    content = mx.where(weight > 0, content, survivors.content)
+
+    def put(buffer: mx.array, fresh: mx.array) -> mx.array:
+        return mx.put_along_axis(buffer, index[..., None], fresh.astype(buffer.dtype), axis=1)
+
+    values, keys = mx.split(content, [slots.values.shape[2]], axis=2)
+    slots = slots._replace(values=put(slots.values, values))
+    if config.merge_keys:
+        slots = slots._replace(keys=put(slots.keys, keys))
+    if config.targets == "nearest":
+        state = state._replace(mass=mx.put_along_axis(state.mass, index, mass, axis=1))
+    return with_slots(state, slots)
