@@ -7,14 +7,24 @@ A third party states its own: `Claims(...)` handed to the laws, or as the attrib
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import h2o, keyformer, knorm, snapkv, streaming_llm, tova
 from veloxfn.base import Retention
-from veloxfn.testing.oracle import Score, score_h2o, score_knorm, score_streaming_llm
+from veloxfn.testing._landing import cam, pyramidkv
+from veloxfn.testing.oracle import (
+    Score,
+    score_h2o,
+    score_keyformer,
+    score_knorm,
+    score_pyramidkv,
+    score_snapkv,
+    score_streaming_llm,
+    score_tova,
+)
 
 __all__ = ["CLAIMS", "Claims", "Worth", "claims_for"]
 
@@ -37,6 +47,7 @@ class Claims:
         budgets_nest: what budget B keeps, budget B + 1 keeps too, with the same sinks and recent window.
         content_independent: keys, values and queries do not influence which positions are kept.
         exact: decisions on grid-valued keys are exact, ties included; otherwise near ties may part.
+        ties_exactly: equal keys are equally important in any arithmetic.
         bit_copies: a kept row is a bit copy of an arrival; False for methods that merge.
         rows_independent: no row looks at another; False with shared_heads > 1.
         in_place: a one-token step at full budget touches O(D) bytes per row beyond the scoring product.
@@ -55,6 +66,7 @@ class Claims:
     budgets_nest: bool = False
     content_independent: bool = False
     exact: bool = False
+    ties_exactly: bool = False
     bit_copies: bool = True
     rows_independent: bool = True
     in_place: bool = True
@@ -93,6 +105,7 @@ def _h2o(config: Retention) -> Claims:
     fades = config.decay <= 0.5  # slower decay leaves an arrival, with one query's worth, the weakest for long
     return Claims(
         score=score_h2o,
+        ties_exactly=config.decay == 0.0,
         needs_queries=true_queries,
         takes_queries=true_queries,
         takes_attention=true_queries,
@@ -103,6 +116,65 @@ def _h2o(config: Retention) -> Claims:
         may_freeze=config.recent_rows == 0 and (not true_queries or not (fades or config.age_normalised)),
         nan_is_weak=config.shared_heads == 1,  # a broken key gets no mass, but the other heads' mass counts for it
     )
+
+
+def _keyformer(config: Retention) -> Claims:
+    """Additive noise can outweigh a mass of 0 for ever, so only noise on the logits leaves a broken key weak."""
+    assert isinstance(config, keyformer.Config)
+    true_queries = config.query_source == "true"
+    return Claims(
+        score=score_keyformer,
+        needs_queries=true_queries,
+        takes_queries=true_queries,
+        takes_attention=true_queries and config.noise == "additive",
+        split_invariant=config.cadence == "token",
+        rows_independent=config.shared_heads == 1,
+        scores_keys=True,
+        block_without_loop=config.cadence == "block",
+        may_freeze=config.recent_rows == 0,
+        nan_is_weak=config.shared_heads == 1 and config.noise != "additive",
+    )
+
+
+def _cam(config: Retention) -> Claims:
+    """Keeps by h2o's rule; a survivor that received something is no copy of an arrival any more."""
+    assert isinstance(config, cam.Config)
+    return replace(_h2o(config), bit_copies=config.merge == "off")
+
+
+def _snapkv(config: Retention) -> Claims:
+    """Pooling lends a broken key the attention of its neighbours."""
+    assert isinstance(config, snapkv.Config)
+    return Claims(
+        score=score_snapkv,
+        ties_exactly=config.kernel == 1 or config.pooling == "max",
+        needs_queries=True,
+        split_invariant=config.cadence == "token",
+        rows_independent=config.shared_heads == 1,
+        scores_keys=True,
+        block_without_loop=config.cadence == "block",
+        nan_is_weak=config.shared_heads == 1 and config.kernel == 1,
+    )
+
+
+def _tova(config: Retention) -> Claims:
+    assert isinstance(config, tova.Config)
+    return Claims(
+        score=score_tova,
+        ties_exactly=True,
+        needs_queries=True,
+        takes_attention=True,
+        split_invariant=config.cadence == "token",
+        rows_independent=config.shared_heads == 1,
+        scores_keys=True,
+        block_without_loop=config.cadence == "block",
+        nan_is_weak=config.shared_heads == 1,
+    )
+
+
+def _pyramidkv(config: Retention) -> Claims:
+    assert isinstance(config, pyramidkv.Config)
+    return replace(claims_for(config.scorer), score=score_pyramidkv)
 
 
 def _knorm(config: Retention) -> Claims:
@@ -137,9 +209,14 @@ def _streaming_llm(config: Retention) -> Claims:
 
 
 CLAIMS: dict[type[Retention], Callable[[Retention], Claims]] = {
+    cam.Config: _cam,
     h2o.Config: _h2o,
+    keyformer.Config: _keyformer,
     knorm.Config: _knorm,
+    pyramidkv.Config: _pyramidkv,
+    snapkv.Config: _snapkv,
     streaming_llm.Config: _streaming_llm,
+    tova.Config: _tova,
 }
 
 

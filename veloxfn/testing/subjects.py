@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import veloxfn
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import h2o, keyformer, knorm, snapkv, streaming_llm, tova
 from veloxfn.base import Policy, Retention
 from veloxfn.testing.claims import Claims, claims_for
 from veloxfn.testing.drive import AnyPolicy
@@ -80,6 +80,29 @@ def _halves(**settings: Any) -> Callable[[int], AnyPolicy]:
     return lambda budget: _h2o(recent=(budget - 1) // 2, **settings)(budget)
 
 
+def _made(module: Any, **settings: Any) -> Callable[[int], AnyPolicy]:
+    """Policies of a module with a sink of at most one row, other settings as given (a callable takes the budget)."""
+
+    def make(budget: int) -> AnyPolicy:
+        chosen = {"sink": min(1, budget - 1)} | settings
+        chosen = {name: value(budget) if callable(value) else value for name, value in chosen.items()}
+        return cast(AnyPolicy, module.policy(module.Config(budget=budget, **chosen)))
+
+    return make
+
+
+def _half(budget: int) -> int:
+    return (budget - 1) // 2
+
+
+def _third(budget: int) -> int:
+    return (budget - 1) // 3
+
+
+def _window(budget: int) -> int:
+    return max(1, _half(budget))
+
+
 def _knorm(**settings: Any) -> Callable[[int], AnyPolicy]:
     return lambda budget: knorm.policy(knorm.Config(**({"budget": budget, "sink": min(1, budget - 1)} | settings)))
 
@@ -99,6 +122,29 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "h2o-proxy-observed": _halves(query_source="key_proxy", age_normalised=True),
         "h2o-proxy-fading": _halves(query_source="key_proxy", decay=0.9, cadence="token"),
         "h2o-shared": _h2o(shared_heads=2),
+    },
+    "keyformer": {
+        "keyformer": _made(keyformer),
+        "keyformer-annealed": _made(keyformer, tau_init=0.5, tau_end=4.0, anneal_steps=11, anneal_from=3, seed=5),
+        "keyformer-additive": _made(keyformer, noise="additive", anneal_steps=9, anneal_from=2),
+        "keyformer-additive-token": _made(
+            keyformer, noise="additive", tau=1.5, recent=_half, seed=2**40 + 3, cadence="token"
+        ),
+        "keyformer-silent": _made(keyformer, noise="none", tau_init=0.5, tau_end=2.0, anneal_steps=10, recent=_half),
+        "keyformer-greedy": _made(keyformer, noise="additive", tau=0.0, recent=_half),
+        "keyformer-proxy": _made(keyformer, query_source="key_proxy", recent=_half),
+        "keyformer-shared": _made(keyformer, shared_heads=2, cadence="token"),
+    },
+    "tova": {
+        "tova": _made(tova, sink=0),
+        "tova-shared": _made(tova, shared_heads=2),
+        "tova-token": _made(tova, recent=_third, cadence="token"),
+    },
+    "snapkv": {
+        "snapkv": _made(snapkv, window=_window, kernel=3, sink=0),
+        "snapkv-max": _made(snapkv, window=_third, kernel=5, pooling="max"),
+        "snapkv-unpooled": _made(snapkv, window=_window, kernel=1),
+        "snapkv-token": _made(snapkv, window=_third, kernel=3, cadence="token"),
     },
     "knorm": {
         "knorm-low": _knorm(),

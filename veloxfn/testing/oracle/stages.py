@@ -1,63 +1,21 @@
-"""The reference: what each method keeps, in float64 NumPy, one row and one token at a time.
-
-Four stages: score (how important is each candidate), select (which are lost), dispose (they are dropped), place (the
-others keep their position). It is written from the methods' definitions and shares no code with them.
-
-Matrix products round differently by block shape, so a library's choice is accepted when what it lost is within
-`MARGIN`, relative, of what it could have lost instead; the oracle then follows it.
-"""
+"""The four stages over a batch: score, select, dispose, place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from veloxfn import h2o, knorm, streaming_llm
 from veloxfn.base import Retention
+from veloxfn.testing.oracle.disposal import dispose
+from veloxfn.testing.oracle.rows import MARGIN, Row, Token, Vector
+from veloxfn.testing.oracle.scores import SCORES, Score, recent_rows
 from veloxfn.testing.streams import Stream
 
-__all__ = [
-    "MARGIN",
-    "SCORES",
-    "Oracle",
-    "Row",
-    "Score",
-    "Token",
-    "Verdict",
-    "choose",
-    "replay",
-    "score_h2o",
-    "score_knorm",
-    "score_streaming_llm",
-]
-
-MARGIN = 1e-5
-Vector = npt.NDArray[np.float64]
-
-
-@dataclass
-class Token:
-    """One candidate."""
-
-    position: int
-    key: Vector  # [D]
-    mass: float = 0.0
-
-
-@dataclass
-class Row:
-    """One row: what it keeps in temporal order, and how many arrivals it has counted."""
-
-    tokens: list[Token] = field(default_factory=list)
-    seen: int = 0
-
-
-Score = Callable[[Retention, Row, int, Vector], list[float]]
-"""(config, row with its arrivals appended, number of arrivals, queries [G, arrivals, D]) -> importance per token."""
+__all__ = ["Oracle", "Verdict", "choose", "replay"]
 
 
 @dataclass(frozen=True)
@@ -102,68 +60,9 @@ class Verdict:
         )
 
 
-def _attention(query: Vector, tokens: list[Token]) -> Vector:
-    """Softmax of query . key / sqrt(D)."""
-    scores = np.array([token.key for token in tokens]) @ query / math.sqrt(len(query))
-    weights = np.exp(scores - scores.max())
-    shares: Vector = weights / weights.sum()
-    return shares
-
-
-def _add_attention(row: Row, visible: int, queries: Vector, decay: float) -> None:
-    """Decay all mass, then add one query's attention over the first `visible` tokens, averaged over heads [G, D]."""
-    tokens = row.tokens[:visible]
-    received = np.mean([_attention(query, tokens) for query in queries], axis=0)
-    for token, share in zip(tokens, received, strict=True):
-        token.mass = decay * token.mass + float(share)
-
-
-def score_h2o(config: Retention, row: Row, arrivals: int, queries: Vector) -> list[float]:
-    """Accumulated attention mass; age-normalised where the config says so."""
-    assert isinstance(config, h2o.Config)
-    proxy = config.query_source == "key_proxy"
-    older = len(row.tokens) - arrivals
-    for index in range(arrivals):
-        own = older + index
-        if not proxy:
-            _add_attention(row, own + 1, queries[:, index], config.decay)
-        elif own == 0:
-            row.tokens[0].mass = 1.0
-        else:
-            _add_attention(row, own, row.tokens[own].key[None], config.decay)
-    if not config.age_normalised:
-        return [token.mass for token in row.tokens]
-    ages = [row.seen - token.position - (1 if proxy else 0) for token in row.tokens]
-    return [token.mass / max(1, age) for token, age in zip(row.tokens, ages, strict=True)]
-
-
-def score_knorm(config: Retention, row: Row, arrivals: int, queries: Vector) -> list[float]:
-    """Key norm, low or high."""
-    assert isinstance(config, knorm.Config)
-    sign = -1.0 if config.keep == "low" else 1.0
-    return [sign * math.sqrt(float(token.key @ token.key)) for token in row.tokens]
-
-
-def score_streaming_llm(config: Retention, row: Row, arrivals: int, queries: Vector) -> list[float]:
-    """Position."""
-    return [float(token.position) for token in row.tokens]
-
-
-SCORES: dict[type[Retention], Score] = {
-    h2o.Config: score_h2o,
-    knorm.Config: score_knorm,
-    streaming_llm.Config: score_streaming_llm,
-}
-
-
-def _recent(config: Retention) -> int:
-    given = getattr(config, "recent", 0)
-    return int(min(config.budget // 2, config.budget - config.sink - 1) if given is None else given)
-
-
 def choose(config: Retention, row: Row, importance: list[float]) -> Verdict:
     """Select: the weakest go, ranked by (protected, not NaN, importance, position)."""
-    recent = _recent(config)
+    recent = recent_rows(config)
     protected = [t.position < config.sink or t.position >= row.seen - recent for t in row.tokens]
     facts = list(zip(importance, protected, row.tokens, strict=True))
     ranked = sorted(
@@ -187,20 +86,29 @@ class Oracle:
         config: one of the package's methods (see `SCORES`).
         rows: N.
         score: importance of a third party's method.
+        names: the rows' noise streams; 0 .. N-1 where none are given.
     """
 
-    def __init__(self, config: Retention, rows: int, score: Score | None = None) -> None:
+    def __init__(
+        self, config: Retention, rows: int, score: Score | None = None, names: Iterable[int] | None = None
+    ) -> None:
         """Start with empty rows."""
         self.config = config
         self.score = score or SCORES[type(config)]
-        self.rows = [Row() for _ in range(rows)]
+        self.rows = [Row(stream=int(name)) for name in (range(rows) if names is None else names)]
 
-    def absorb(self, keys: Vector, queries: Vector, valid: npt.NDArray[np.bool_]) -> list[Verdict]:
-        """One block: keys [N, S, D], queries [N, G, S, D], valid [N, S]. A row without arrivals is left alone."""
+    def absorb(
+        self, keys: Vector, queries: Vector, valid: npt.NDArray[np.bool_], values: Vector | None = None
+    ) -> list[Verdict]:
+        """One block: keys [N, S, D], queries [N, G, S, D], valid [N, S], values [N, S, Dv].
+
+        A row without arrivals is left alone.
+        """
+        held = np.zeros((*keys.shape[:2], 0)) if values is None else values
         scored: list[list[float]] = []
-        for row, arriving, asking, counted in zip(self.rows, keys, queries, valid, strict=True):
-            for key in arriving[counted]:
-                row.tokens.append(Token(row.seen, key))
+        for row, arriving, held_by, asking, counted in zip(self.rows, keys, held, queries, valid, strict=True):
+            for key, value in zip(arriving[counted], held_by[counted], strict=True):
+                row.tokens.append(Token(row.seen, key, value, rotation=len(row.tokens)))
                 row.seen += 1
             arrivals = int(counted.sum())
             scored.append(self.score(self.config, row, arrivals, asking[:, counted]) if row.tokens else [])
@@ -213,10 +121,13 @@ class Oracle:
         return verdicts
 
     def settle(self, kept: Iterable[Iterable[int]]) -> None:
-        """Dispose and place: only the tokens at the kept positions stay, where they are."""
+        """Dispose and place: the tokens at the kept positions stay, with what they are given of the others."""
         for row, positions in zip(self.rows, kept, strict=True):
             staying = set(positions)
-            row.tokens = [token for token in row.tokens if token.position in staying]
+            survivors = [token for token in row.tokens if token.position in staying]
+            losers = [token for token in row.tokens if token.position not in staying]
+            dispose(self.config, row, losers, survivors)
+            row.tokens = survivors
 
 
 def replay(config: Retention, stream: Stream, score: Score | None = None) -> tuple[list[list[int]], float]:
@@ -228,7 +139,7 @@ def replay(config: Retention, stream: Stream, score: Score | None = None) -> tup
     """
     if config.cadence == "token":
         stream = stream.one_by_one()
-    oracle = Oracle(config, stream.rows, score)
+    oracle = Oracle(config, stream.rows, score, stream.names)
     tightest, first = math.inf, 0
     for size in stream.blocks:
         part = slice(first, first + size)
@@ -236,6 +147,7 @@ def replay(config: Retention, stream: Stream, score: Score | None = None) -> tup
             stream.keys[:, part].astype(np.float64),
             stream.queries[:, :, part].astype(np.float64),
             stream.valid[:, part],
+            stream.values[:, part].astype(np.float64),
         )
         tightest = min([tightest, *(verdict.slack for verdict in verdicts)])
         oracle.settle([verdict.survivors for verdict in verdicts])
