@@ -55,7 +55,7 @@ def test_lesson_13_nonsense_settings_name_the_value_and_the_rule(make, message):
         (lambda: h2o.Config(recent="4"), "recent must be an int, got '4'"),
         (lambda: h2o.Config(decay="1"), "decay must be a number, got '1'"),
         (lambda: h2o.Config(age_normalised=1), "age_normalised must be a bool, got 1"),
-        (lambda: h2o.Config(placement="absolute"), "placement must be Absolute, got 'absolute'"),
+        (lambda: h2o.Config(placement="absolute"), "placement must be Absolute or Contiguous, got 'absolute'"),
     ],
 )
 def test_settings_of_another_type(make, message):

@@ -17,7 +17,15 @@ def slots_at(positions, seen=None):
     positions = mx.array([positions], dtype=mx.int32)
     keys = positions[..., None].astype(mx.float32)
     seen = mx.array([max(positions[0].tolist()) + 1 if seen is None else seen], dtype=mx.int32)
-    return Slots(keys, keys + 0, positions, mx.zeros((1, 1), mx.int32), seen, mx.zeros((1,), mx.uint32))
+    return Slots(
+        keys,
+        keys + 0,
+        positions,
+        mx.zeros((1, 1), mx.int32),
+        seen,
+        mx.zeros((1,), mx.uint32),
+        mx.zeros((1, 0), mx.int32),
+    )
 
 
 def order_of(positions, importance, sink=0, recent=0):
@@ -118,7 +126,8 @@ def test_dispose_sees_the_losers_before_they_go():
 def test_shared_heads_average_importance_over_whole_groups():
     keys = mx.zeros((4, 6, 1))
     positions = mx.broadcast_to(mx.arange(6, dtype=mx.int32), (4, 6))
-    slots = Slots(keys, keys, positions, positions[:, :1], mx.full((4,), 6, mx.int32), mx.zeros((4,), mx.uint32))
+    none = mx.zeros((4, 0), mx.int32)
+    slots = Slots(keys, keys, positions, positions[:, :1], mx.full((4,), 6, mx.int32), mx.zeros((4,), mx.uint32), none)
     importance = mx.array([[9, 0, 0, 0, 0, 0], [0, 0, 0, 4, 0, 0], [0, 8, 0, 0, 0, 0], [0, 0, 0, 0, 0, 3]], mx.float32)
     config = h2o.Config(budget=2, sink=0, recent=0, shared_heads=2)
     state = retire(h2o.State(slots, importance), importance, config)

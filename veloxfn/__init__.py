@@ -25,15 +25,17 @@ from veloxfn.accounting import (
 )
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.placement import Absolute
+from veloxfn.placement import Absolute, Contiguous, Rope
 from veloxfn.reading import candidate_mask, candidates, next_position
 from veloxfn.slots import concat_rows, kept_positions, streams, take_rows
 
 __all__ = [
     "METHODS",
     "Absolute",
+    "Contiguous",
     "Policy",
     "Retention",
+    "Rope",
     "Slots",
     "allocated_bytes",
     "bind",

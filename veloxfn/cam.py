@@ -21,7 +21,6 @@ recent = budget - sink - 1. Added for a whole prompt at once that is destructive
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import mlx.core as mx
 
@@ -100,10 +99,10 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return state
     h2o.check_evidence("cam", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(update_batched, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries)
     state = h2o.scored(config, state, queries, attention)
-    dispose = drop if config.merge == "off" else partial(merge, config)
-    return retire(state, h2o.importance(config, state), config, dispose=dispose)
+    importance = h2o.importance(config, state)
+    return retire(state, importance, config, dispose=drop if config.merge == "off" else merge(config))
 
 
 def update_batched(

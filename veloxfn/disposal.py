@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
 from veloxfn import draws
 from veloxfn.base import State
 from veloxfn.evidence import key_norms
-from veloxfn.placement import seen_keys
+from veloxfn.placement import ranks, rope_for, rotate, seen_keys
 from veloxfn.slots import with_slots
 
 if TYPE_CHECKING:
@@ -39,42 +39,40 @@ def drop(state: S, lost: mx.array, /) -> S:
 class _Side(NamedTuple):
     """Losers or survivors of an eviction, M of them per row, in temporal order where that matters."""
 
-    index: mx.array  # [N, M] int32, slots
+    places: mx.array  # [N, M] int32, slots
     positions: mx.array  # [N, M] int32; -1 = a slot that only fills up
     mass: mx.array  # [N, M] float32
     content: mx.array  # [N, M, Dv] float32 values, or [N, M, Dv + D] with the keys that are merged, too
     keys: mx.array  # [N, M, D] float32, as queries see them; D = 0 where nothing asks for them
 
 
-def merge(config: cam.Config, state: cam.State, lost: mx.array, /) -> cam.State:
-    """Fold the values (and keys, where the config says so) of the losers into their targets.
+def merge(config: cam.Config) -> Dispose:
+    """The rule that folds the values (and keys, where the config says so) of the losers into their targets.
 
     Loser i has m targets; each takes the weight a: 1 / m with merge "sum" and "mean", w / (1 - w) / m with
     "similarity", w = cosine of the keys, clipped to [0, 1]. A survivor becomes (v + sum a v_i) / (1 + sum a), or
-    v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with `merge_probability`. A loser that holds
-    numbers that are not finite is dropped; a survivor that takes nothing stays bit for bit.
-
-    Args:
-        config: settings of `cam`.
-        state: a state before its losers' slots are freed.
-        lost: [N, n] bool; one per row at most where n = budget + 1.
+    v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with `merge_probability`.
+    A loser that holds numbers that are not finite is dropped; a survivor that takes nothing stays bit for bit.
     """
-    losers = _losers(config, state, lost)
-    survivors = _survivors(config, state, lost, losers)
-    rows, count = survivors.index.shape
-    tile = max(1, _TILE_ELEMENTS // (rows * count))
-    taken = mx.zeros((rows, count, 1 + losers.content.shape[2]), mx.float32)
-    mass = survivors.mass
-    for start in range(0, losers.index.shape[1], tile):
-        part = _Side(*(column[:, start : start + tile] for column in losers))
-        if start:
-            part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
-        merged, weights = _weights(config, state, part, survivors)
-        finite = mx.where(mx.isfinite(part.content), part.content, 0)  # the others have no weight
-        taken = taken + weights.swapaxes(1, 2) @ mx.concatenate([mx.ones((*part.mass.shape, 1)), finite], axis=2)
-        if config.targets == "nearest":
+
+    def dispose(state: Any, lost: mx.array) -> Any:
+        losers = _losers(config, state, lost)
+        survivors = _survivors(config, state, lost, losers)
+        rows, count = survivors.places.shape
+        tile = max(1, _TILE_ELEMENTS // (rows * count))
+        taken = mx.zeros((rows, count, 1 + losers.content.shape[2]), mx.float32)
+        mass = survivors.mass
+        for start in range(0, losers.places.shape[1], tile):
+            part = _Side(*(column[:, start : start + tile] for column in losers))
+            if start:
+                part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
+            merged, weights = _weights(config, state, part, survivors)
+            finite = mx.where(mx.isfinite(part.content), part.content, 0)  # the others have no weight
+            taken = taken + weights.swapaxes(1, 2) @ mx.concatenate([mx.ones((*part.mass.shape, 1)), finite], axis=2)
             mass = mass + (part.mass[:, None] @ merged).squeeze(1)
-    return _given(config, state, survivors, taken, mass)
+        return _given(config, state, survivors, taken, mass)
+
+    return dispose
 
 
 def merge_probability(mass: mx.array, mean: mx.array) -> mx.array:
@@ -123,11 +121,11 @@ def _side(config: cam.Config, state: cam.State, index: mx.array) -> _Side:
     def pick(buffer: mx.array) -> mx.array:
         return mx.take_along_axis(buffer, index[..., None], axis=1).astype(mx.float32)
 
-    content, keys = pick(slots.values), slots.keys[:, :0]
-    if config.merge_keys:
-        content = mx.concatenate([content, pick(slots.keys)], axis=2)
-    if config.compares_keys:
+    content, keys = pick(slots.values), mx.zeros((*index.shape, 0), mx.float32)
+    if config.compares_keys or config.merge_keys:
         keys = pick(seen_keys(config.placement, slots))
+    if config.merge_keys:
+        content = mx.concatenate([content, keys], axis=2)
     positions, mass = (mx.take_along_axis(column, index, axis=1) for column in (slots.positions, state.mass))
     return _Side(index, positions, mass, content, keys)
 
@@ -153,7 +151,7 @@ def _weights(config: cam.Config, state: cam.State, losers: _Side, survivors: _Si
 def _targets(config: cam.Config, losers: _Side, survivors: _Side, cosines: mx.array) -> mx.array:
     """Whether each survivor is a target of each loser: [N, L, K] bool."""
     mine, theirs = losers.positions[..., None], survivors.positions[:, None]
-    numbers = mx.arange(survivors.index.shape[1])
+    numbers = mx.arange(survivors.places.shape[1])
     if config.targets == "window":
         later = (theirs > mine) & (mine >= 0)
         before = later.shape[2] - later.sum(axis=2, keepdims=True)
@@ -172,7 +170,7 @@ def _cosines(some: mx.array, others: mx.array) -> mx.array:
 
 def _given(config: cam.Config, state: cam.State, survivors: _Side, taken: mx.array, mass: mx.array) -> cam.State:
     """The state with what the survivors took: weights, then their weighted content [N, K, 1 + ..]."""
-    slots, index = state.slots, survivors.index
+    slots, index = state.slots, survivors.places
     weight, content = taken[..., :1], survivors.content + taken[..., 1:]
     if config.normalise or config.merge != "sum":
         content = content / (1 + weight)
@@ -184,6 +182,13 @@ def _given(config: cam.Config, state: cam.State, survivors: _Side, taken: mx.arr
     values, keys = mx.split(content, [slots.values.shape[2]], axis=2)
     slots = slots._replace(values=put(slots.values, values))
     if config.merge_keys:
+        if rope := rope_for(config.placement, slots):  # back to where each survivor's key was rotated
+            rank, rotation = (
+                mx.take_along_axis(column[:, : state.mass.shape[1]], index, axis=1)
+                for column in (ranks(slots), slots.rotations)
+            )
+            stored = mx.take_along_axis(slots.keys, index[..., None], axis=1)
+            keys = mx.where(weight > 0, rotate(rope, keys, start=rank, to=rotation), stored)
         slots = slots._replace(keys=put(slots.keys, keys))
     if config.targets == "nearest":
         state = state._replace(mass=mx.put_along_axis(state.mass, index, mass, axis=1))

@@ -79,7 +79,11 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     live = slots.positions >= 0
     if length == capacity:
         if slots.keys.shape[1] > capacity:  # of a larger budget before
-            slots = slots._replace(keys=slots.keys[:, :capacity], values=slots.values[:, :capacity])
+            slots = slots._replace(
+                keys=slots.keys[:, :capacity],
+                values=slots.values[:, :capacity],
+                rotations=slots.rotations[:, :capacity],
+            )
             state = with_slots(state, slots)
         lost = live & (numbers(length) == weakest(order))
         state = dispose(state, lost)
