@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from veloxfn import h2o, keyformer, knorm, snapkv, streaming_llm, tova
+from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.base import Retention
-from veloxfn.testing._landing import cam, pyramidkv
 from veloxfn.testing.oracle import (
     Score,
     score_h2o,

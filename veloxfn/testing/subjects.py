@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import veloxfn
-from veloxfn import h2o, keyformer, knorm, snapkv, streaming_llm, tova
+from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.base import Policy, Retention
 from veloxfn.testing.claims import Claims, claims_for
 from veloxfn.testing.drive import AnyPolicy
@@ -91,6 +91,16 @@ def _made(module: Any, **settings: Any) -> Callable[[int], AnyPolicy]:
     return make
 
 
+def _pyramid(scorer: Any, beta: float | None, taper: float | None, **settings: Any) -> Callable[[int], AnyPolicy]:
+    """PyramidKV over a scorer at the mean budget."""
+
+    def make(budget: int) -> AnyPolicy:
+        config = _made(scorer, **settings)(budget).config
+        return cast(AnyPolicy, pyramidkv.policy(pyramidkv.Config(layers=3, scorer=config, beta=beta, taper=taper)))
+
+    return make
+
+
 def _half(budget: int) -> int:
     return (budget - 1) // 2
 
@@ -135,6 +145,15 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "keyformer-proxy": _made(keyformer, query_source="key_proxy", recent=_half),
         "keyformer-shared": _made(keyformer, shared_heads=2, cadence="token"),
     },
+    "cam": {
+        "cam": _made(cam, target_count=3),
+        "cam-sums": _made(cam, target_count=2, normalise=False, gate=False, seed=7, cadence="token"),
+        "cam-gated-sums": _made(cam, target_count=4, normalise=False, recent=_half, cadence="token"),
+        "cam-nearest": _made(cam, targets="nearest", merge="similarity", decay=0.9),
+        "cam-nearest-mean": _made(cam, targets="nearest", merge="mean", age_normalised=True, gate=False),
+        "cam-keys": _made(cam, target_count=2, merge="similarity", merge_keys=True, gate=False),
+        "cam-off": _made(cam, merge="off"),
+    },
     "tova": {
         "tova": _made(tova, sink=0),
         "tova-shared": _made(tova, shared_heads=2),
@@ -145,6 +164,10 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "snapkv-max": _made(snapkv, window=_third, kernel=5, pooling="max"),
         "snapkv-unpooled": _made(snapkv, window=_window, kernel=1),
         "snapkv-token": _made(snapkv, window=_third, kernel=3, cadence="token"),
+    },
+    "pyramidkv": {
+        "pyramidkv": _pyramid(snapkv, 4.0, None, window=_third, kernel=3, sink=0),
+        "pyramidkv-taper": _pyramid(h2o, None, 1.5),
     },
     "knorm": {
         "knorm-low": _knorm(),

@@ -12,7 +12,7 @@ def dealt(layers: int, mean: int, floor: int, *, beta: float | None = None, tape
 
     Shares above the floor fall linearly from the first layer to the last. With `beta` the last one is
     (mean - floor) / beta and the first 2 (mean - floor) minus that. With `taper` they are (mean - floor) * taper and
-    (mean - floor) * (2 - taper); negative ones count 0, and their excess is taken evenly from those above 0.
+    (mean - floor) * (2 - taper); negative ones count 0, and the others give what that costs in proportion.
     """
     room = Fraction(mean - floor)
     if beta is not None:
@@ -24,10 +24,8 @@ def dealt(layers: int, mean: int, floor: int, *, beta: float | None = None, tape
     shares = [first + (last - first) * Fraction(layer, max(1, layers - 1)) for layer in range(layers)]
     if layers == 1:
         shares = [room]
-    while any(share < 0 for share in shares):
-        excess = -sum(share for share in shares if share < 0)
-        above = sum(share > 0 for share in shares)
-        shares = [share - excess / above if share > 0 else Fraction(0) for share in shares]
+    above = [max(Fraction(0), share) for share in shares]
+    shares = [share * layers * room / sum(above) for share in above] if room else above
     given = [0] * layers
     for _ in range(layers * (mean - floor)):
         given[max(range(layers), key=lambda layer: (shares[layer] / (2 * given[layer] + 1), -layer))] += 1

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from veloxfn import draws
+from veloxfn import cam, draws
 from veloxfn.base import Retention
-from veloxfn.testing._landing import cam
 from veloxfn.testing.oracle.rows import MARGIN, Row, Token, Vector
 
 __all__ = ["dispose"]

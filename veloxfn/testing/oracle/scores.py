@@ -8,9 +8,8 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from veloxfn import draws, h2o, keyformer, knorm, snapkv, streaming_llm, tova
+from veloxfn import cam, draws, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.base import Retention
-from veloxfn.testing._landing import cam, pyramidkv
 from veloxfn.testing.oracle.rows import Row, Vector, attention, logits, softmax
 
 __all__ = [
