@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import veloxfn
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import Retention, Rope, budgets, cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 
 N, S, D, DV = 2, 3, 4, 5
 METHODS = pytest.mark.parametrize("method", veloxfn.METHODS.values(), ids=veloxfn.METHODS)
@@ -17,7 +17,7 @@ def zeros(*shape, dtype=mx.float32):
 
 
 def evidence(method, count=S):
-    return {"queries": zeros(N, 2, count, D)} if method is h2o else {}
+    return {"queries": zeros(N, 2, count, D)} if method.Config(budget=8).needs_queries else {}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,38 @@ def evidence(method, count=S):
         (lambda: knorm.Config(keep="mid"), "'low', 'high'; got 'mid'"),
         (lambda: knorm.Config(budget=8, recent=4), r"sink=4 \+ recent=4 = 8, budget=8"),
         (lambda: streaming_llm.Config(budget=4, sink=4), r"sink=4 \+ recent=0 = 4, budget=4"),
+        (lambda: keyformer.Config(noise="gumbel"), "'logit', 'additive', 'none'; got 'gumbel'"),
+        (lambda: keyformer.Config(tau=-1.0), r"tau must be a finite number in \[0.0, inf\], got -1.0"),
+        (lambda: keyformer.Config(tau_end=math.nan), "tau_end must be a finite number .* got nan"),
+        (lambda: keyformer.Config(tau=0.0), "tau must be > 0 with noise='logit', which divides by it, got 0"),
+        (lambda: keyformer.Config(tau_init=0.0, noise="none"), "tau_init must be > 0 with noise='none'"),
+        (lambda: keyformer.Config(tau=1.0, tau_end=3.0), "tau=1.0, tau_init=1.0, tau_end=3.0"),
+        (lambda: keyformer.Config(anneal_steps=-1), "anneal_steps must be >= 0, got -1"),
+        (lambda: keyformer.Config(anneal_from=-5), "anneal_from must be >= 0, got -5"),
+        (lambda: keyformer.Config(seed=2**64), "seed must be <= 18446744073709551615, got 18446744073709551616"),
+        (lambda: keyformer.Config(budget=8, recent=4), r"sink=4 \+ recent=4 = 8, budget=8"),
+        (lambda: cam.Config(targets="next"), "'window', 'nearest'; got 'next'"),
+        (lambda: cam.Config(merge="add"), "'sum', 'similarity', 'mean', 'off'; got 'add'"),
+        (lambda: cam.Config(target_count=0), "target_count must be >= 1, got 0"),
+        (lambda: cam.Config(normalise=False), "normalise=False .* needs cadence='token', got cadence='block'"),
+        (lambda: cam.Config(decay=2.0), r"decay must be a finite number in \[0.0, 1.0\], got 2.0"),
+        (lambda: cam.Config(seed=-1), "seed must be >= 0, got -1"),
+        (lambda: snapkv.Config(budget=16, window=16), r"sink=0 \+ window=16 = 16, budget=16"),
+        (lambda: snapkv.Config(window=0), "window must be >= 1, got 0"),
+        (lambda: snapkv.Config(kernel=4), "kernel must be odd, so that it has a middle, got 4"),
+        (lambda: snapkv.Config(pooling="min"), "'mean', 'max'; got 'min'"),
+        (lambda: tova.Config(budget=4, recent=4), r"sink=0 \+ recent=4 = 4, budget=4"),
+        (lambda: tova.Config(recent=-1), "recent must be >= 0, got -1"),
+        (lambda: pyramidkv.Config(layers=0), "layers must be >= 1, got 0"),
+        (lambda: pyramidkv.Config(beta=0.5), r"beta must be a finite number in \[1.0, inf\], got 0.5"),
+        (lambda: pyramidkv.Config(beta=20.0, taper=2.0), "exactly one of beta and taper, got beta=20.0, taper=2.0"),
+        (
+            lambda: pyramidkv.Config(budget=64, scorer=snapkv.Config(budget=128)),
+            "budget is the scorer's, 128; got .*64",
+        ),
+        (lambda: budgets.pyramid(4, 8, beta=2.0, floor=9), "mean must be >= floor, got mean=8, floor=9"),
+        (lambda: budgets.pyramid(4, 8, floor=2), "exactly one of beta and taper, got beta=None, taper=None"),
+        (lambda: Rope(dims=7), "dims must be even, got 7"),
     ],
 )
 def test_lesson_13_nonsense_settings_name_the_value_and_the_rule(make, message):
@@ -55,6 +87,10 @@ def test_lesson_13_nonsense_settings_name_the_value_and_the_rule(make, message):
         (lambda: h2o.Config(recent="4"), "recent must be an int, got '4'"),
         (lambda: h2o.Config(decay="1"), "decay must be a number, got '1'"),
         (lambda: h2o.Config(age_normalised=1), "age_normalised must be a bool, got 1"),
+        (lambda: keyformer.Config(seed=1.5), "seed must be an int, got 1.5"),
+        (lambda: cam.Config(gate="yes"), "gate must be a bool, got 'yes'"),
+        (lambda: pyramidkv.Config(scorer="h2o"), "scorer must be Retention, got 'h2o'"),
+        (lambda: pyramidkv.Config(scorer=Retention()), "Retention is the Config of no method module"),
         (lambda: h2o.Config(placement="absolute"), "placement must be Absolute or Contiguous, got 'absolute'"),
     ],
 )
@@ -155,5 +191,34 @@ def test_h2o_evidence(settings, given, error, message):
     policy = h2o.policy(h2o.Config(budget=8, **settings))
     state = policy.absorb(policy.init_state(N, D, dtype=mx.float32), zeros(N, S, D), zeros(N, S, D))
     with pytest.raises(error, match=message):
+        policy.evict(state, **given)
+    assert state.slots.arrived.shape == (N, S), "the block still awaits eviction"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (tova.Config(budget=8), {}, r"tova .* queries \[N, G, S, D\] of the block, got neither"),
+        (
+            tova.Config(budget=8),
+            {"attention": zeros(N, S)},
+            "only the last query counts, and attention= sums over S = 3",
+        ),
+        (snapkv.Config(budget=8), {}, r"snapkv .* queries \[N, G, S, D\] of the block, got neither"),
+        (snapkv.Config(budget=8), {"attention": zeros(N, S)}, "the window needs each query by itself"),
+        (pyramidkv.Config(budget=8), {"attention": zeros(N, S)}, "the window needs each query by itself"),
+        (keyformer.Config(budget=8), {"attention": zeros(N, S)}, "noise='logit' changes the logits of each query"),
+        (keyformer.Config(budget=8, noise="none"), {"attention": zeros(N, S)}, "noise='none' changes the logits"),
+        (keyformer.Config(budget=8, noise="additive", cadence="token"), {"attention": zeros(N, S)}, "S = 3 > 1"),
+        (keyformer.Config(budget=8, noise="additive"), {}, r"keyformer .* or attention \[N, n\] .* got neither"),
+        (keyformer.Config(budget=8, query_source="key_proxy"), {"attention": zeros(N, S)}, "key_proxy.* must be None"),
+        (cam.Config(budget=8), {}, r"cam .* or attention \[N, n\] of the block, got neither"),
+        (cam.Config(budget=8, decay=0.5), {"attention": zeros(N, S)}, "cam .* S = 3 > 1 .* got decay=0.5"),
+    ],
+)
+def test_evidence_of_the_other_methods(config, given, message):
+    policy = veloxfn.policy(config)
+    state = policy.absorb(policy.init_state(N, D, dtype=mx.float32), zeros(N, S, D), zeros(N, S, D))
+    with pytest.raises(ValueError, match=message):
         policy.evict(state, **given)
     assert state.slots.arrived.shape == (N, S), "the block still awaits eviction"

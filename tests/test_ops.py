@@ -6,8 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from veloxfn.ops import attention_mass, fusion
+from veloxfn import draws
+from veloxfn.ops import Temper, attention_mass, attention_rows, fusion
 from veloxfn.ops.attention_mass import reference
+from veloxfn.ops.attention_rows import reference as rows_reference
 from veloxfn.ops.weights import _exp, _widened
 
 
@@ -43,6 +45,34 @@ def test_attention_mass_equals_its_reference(rows, groups, count, length, dim, d
     assert have.shape == (rows, length)
     assert np.allclose(have, want, rtol=2e-5, atol=1e-7)
     assert mx.all(mx.where(arguments[2] < 0, have == 0, True)), "a free slot receives nothing"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "groups", "count", "length"), [(2, 3, 1, 31), (1, 1, 1, 1), (2, 2, 65, 100), (4, 2, 300, 1000)]
+)
+def test_tempered_attention_mass_equals_its_reference(rows, groups, count, length, noisy, dtype):
+    arguments = case(rows, groups, count, length, 4, dtype)
+    names = draws.names(5, mx.arange(rows * groups * count, dtype=mx.uint32).reshape(rows, groups, count))
+    temper = Temper(mx.linspace(0.3, 3.0, rows * count).reshape(rows, count), names if noisy else None)
+    have, want = attention_mass(*arguments, temper), reference(*arguments, temper)
+    assert np.allclose(have, want, rtol=5e-5, atol=1e-7)
+    plain = attention_mass(*arguments)
+    assert count == length == 1 or not np.allclose(have, plain, rtol=1e-2), "the temperature is used"
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "groups", "count", "length"), [(1, 1, 1, 1), (2, 3, 1, 31), (3, 2, 7, 33), (2, 1, 32, 513)]
+)
+def test_attention_rows_are_the_terms_of_the_mass(rows, groups, count, length, dtype):
+    queries, keys, positions, until, _ = case(rows, groups, count, length, 8, dtype)
+    have = attention_rows(queries, keys, positions, until)
+    assert have.shape == (rows, count, length)
+    assert have.dtype == mx.float32
+    assert np.allclose(have, rows_reference(queries, keys, positions, until), rtol=2e-5, atol=1e-7)
+    assert np.allclose(have.sum(axis=1), attention_mass(queries, keys, positions, until), rtol=2e-5, atol=1e-6)
 
 
 def test_a_query_that_sees_nothing_counts_nothing():
