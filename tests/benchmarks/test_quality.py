@@ -46,17 +46,62 @@ def test_acceptance(h2o, streaming, verdict):
 
 
 def test_the_report_is_json():
-    told = json.loads(json.dumps(quality.report([result("full cache", [0.0, 0.0])], quality.FULL)))
+    results = [result("full cache", [0.0, 0.0]), result("knorm", [0.2, 0.4])]
+    results.append(result(quality.RANDOM, [0.1, 0.1])._replace(graph=quality.Graph([3], [1, 1])))
+    told = json.loads(json.dumps(quality.report(results, quality.FULL)))
     assert told["plan"]["recent"] == 128
     assert told["results"][0]["mean_agreement"] == 0.75
+    assert [entry["lost_to_random"] for entry in told["results"]] == [None, True, None]
+    assert told["results"][2]["graph"] == {"chunk": [3], "pending": [1, 1]}
 
 
-def test_every_method_gets_the_same_budget_and_sinks():
-    for name, make in quality.METHODS.items():
-        config = make(quality.FULL).config
-        assert (config.budget, config.sink) == (256, 4), name
-        if name != quality.STREAMING:
-            assert config.recent_rows == 128, name
+def configs(name, plan):
+    made = quality.METHODS[name](plan)
+    return [made.config] if isinstance(made, veloxfn.Policy) else [policy.config for policy in made]
+
+
+@pytest.mark.parametrize("plan", [quality.FULL, quality.QUICK, quality.LONG], ids=["full", "quick", "long"])
+@pytest.mark.parametrize("name", quality.METHODS)
+def test_every_method_has_the_same_rows_and_its_yardsticks_protection(name, plan):
+    layers = configs(name, plan)
+    assert sum(config.budget for config in layers) == len(layers) * plan.budget
+    assert len(layers) in (1, plan.layers)
+    rival = quality.yardstick(name)
+    if rival is None or name == quality.STREAMING:  # which protects all that it keeps
+        assert all(config.sink == (0 if name == quality.RANDOM_BARE else plan.sink) for config in layers)
+        return
+    (random,) = configs(rival, plan)
+    for config in layers:
+        assert config.sink == random.sink
+        if config.budget == plan.budget:
+            assert config.recent_rows == random.recent_rows
+
+
+def test_every_registered_method_has_a_row():
+    modules = {type(config).__module__ for name in quality.METHODS for config in configs(name, quality.FULL)}
+    # A pyramid is its scorers' configs, one per layer.
+    assert {module.__name__ for module in veloxfn.METHODS.values()} - modules == {"veloxfn.pyramidkv"}
+    assert sum(len(configs(name, quality.FULL)) == quality.FULL.layers for name in quality.METHODS) == 2
+
+
+def test_who_lost_to_random():
+    results = [result(quality.STREAMING, [0.3, 0.1]), result("tova", [0.3, 0.2]), result("snapkv", [0.9, 0.9])]
+    results.append(result(quality.RANDOM, [0.2, 0.2]))
+    assert quality.lost_to_random(results) == {quality.STREAMING: False, "tova": True}
+
+
+def test_a_growing_graph_is_refused():
+    quality.check_graph(quality.Graph([5, 7, 7, 7, 6], [2, 2, 2, 2, 2]))
+    with pytest.raises(RuntimeError, match="graph of a chunk grows"):
+        quality.check_graph(quality.Graph([5, 7, 7, 8, 9], [2, 2]))
+    with pytest.raises(RuntimeError, match="growing graph behind"):
+        quality.check_graph(quality.Graph([5, 7, 7], [2, 2, 2, 2, 3, 4, 5]))
+
+
+def test_the_graph_is_counted():
+    x = mx.ones(3)
+    mx.eval(x)
+    assert quality.primitives([x]) < quality.primitives([x + 1]) < quality.primitives([(x + 1) * x])
 
 
 def test_texts_are_long_enough_and_named():
@@ -94,7 +139,7 @@ def test_random_eviction_is_fair_and_reproducible():
 @pytest.mark.skipif(bool(missing), reason=f"the real model needs {' and '.join(missing)}")
 @pytest.mark.skipif(slow_blas, reason="libopenblas is not installed: float32 products would take minutes")
 def test_the_real_model_loses_little_under_h2o(tmp_path):
-    """One text of the six, 768 tokens cut to 192 rows and 32 continued, two of the six methods: under a minute."""
+    """One text of the six, 384 tokens cut to 96 rows and 12 continued, two methods: half a minute."""
     out = tmp_path / "figures.json"
     chosen = ["--quick", "--texts", "1", "--methods", quality.AGE_NORMALISED, quality.STREAMING]
     run = subprocess.run(
