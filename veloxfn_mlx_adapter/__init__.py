@@ -24,6 +24,7 @@ from veloxfn_mlx_adapter.capture import hook_installed, query_capture, remove_ho
 from veloxfn_mlx_adapter.demo import load_demo
 from veloxfn_mlx_adapter.diagnostics import LayerDiagnostics, diagnostics
 from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache
+from veloxfn_mlx_adapter.ropes import rope_of
 
 __all__ = [
     "EvictingCache",
@@ -34,4 +35,5 @@ __all__ = [
     "make_prompt_cache",
     "query_capture",
     "remove_hook",
+    "rope_of",
 ]

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 import veloxfn
-from veloxfn import Policy, Retention
+from veloxfn import Contiguous, Policy, Retention
 from veloxfn.slots import take_back
 from veloxfn_mlx_adapter import capture, observed, portable, stepping
 from veloxfn_mlx_adapter.diagnostics import Diagnosed
@@ -28,9 +28,13 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         policy: a method with its config bound, as `veloxfn.policy` returns it.
         layer: index of the layer, which names its noise streams.
         owner: name of the model, for errors.
+        counts_block: whether the model reads `offset` between `update_and_fetch` and its attention, where it is to
+            count the block; only matters with `placement=Contiguous`.
     """
 
-    def __init__(self, policy: Policy[Any], *, layer: int = 0, owner: str = "the model") -> None:
+    def __init__(
+        self, policy: Policy[Any], *, layer: int = 0, owner: str = "the model", counts_block: bool = False
+    ) -> None:
         self._policy = policy
         self._layer = layer
         self._owner = owner
@@ -38,15 +42,18 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         self._queries: mx.array | None = None  # [N, G, S, D] of the block that awaits eviction
         self._next: Any = None  # the state after that eviction, where attention has carried it out
         self._complaint = ""  # why attention showed no usable queries
-        self._batch, self._heads, self._offset = 0, 0, 0
+        self._batch, self._heads, self._seen = 0, 0, 0
+        self._counts_block, self._attending = counts_block, False
         capture.hold(self)
 
     # A forward pass: offset, make_mask, update_and_fetch, observe.
 
     @property
     def offset(self) -> int:
-        """Tokens seen by each row: the rotary position of the next one."""
-        return self._offset
+        """Rotary position of the next token: tokens seen, with `placement=Contiguous` tokens kept."""
+        if not isinstance(self.config.placement, Contiguous):
+            return self._seen
+        return self._rows if self._attending else min(self._seen, self.config.budget)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of the next N tokens over what `update_and_fetch` will return.
@@ -62,18 +69,18 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         Raises:
             ValueError: a sliding window after an eviction: evicted rows leave gaps that differ from layer to layer.
         """
-        if window_size is not None and self._offset + N > window_size:
-            if self._offset > self.config.budget:
+        if window_size is not None and self._seen + N > window_size:
+            if self._seen > self.config.budget:
                 raise ValueError(
                     f"{self._owner} asks for a sliding window of {window_size} over a cache that has evicted rows "
-                    f"(budget {self.config.budget}, {self._offset} tokens seen); give such layers no policy: None"
+                    f"(budget {self.config.budget}, {self._seen} tokens seen); give such layers no policy: None"
                 )
-            return cast(mx.array, mlx_lm_cache.create_causal_mask(N, self._offset, window_size=window_size))
+            return cast(mx.array, mlx_lm_cache.create_causal_mask(N, self._seen, window_size=window_size))
         if N == 1:
             return None
         if not return_array:
             return "causal"
-        kept = min(self._offset, self.config.budget) if N else self._rows
+        kept = min(self._seen, self.config.budget) if N else self._rows
         return mx.arange(kept + N) <= mx.arange(kept, kept + N)[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -114,7 +121,8 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         else:
             state, pair = stepping.absorbed(self._policy, self._after_eviction(), keys, values)
         self._state, self._next, self._queries, self._complaint = state, None, None, ""
-        self._batch, self._heads, self._offset = batch, heads, self._offset + count
+        self._batch, self._heads, self._seen = batch, heads, self._seen + count
+        self._attending = self._counts_block
         return self._per_head(pair)
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any) -> Any:
@@ -122,6 +130,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
 
         The first call after `update_and_fetch` counts: layers that share this cache attend to it later.
         """
+        self._attending = False
         if self.config.needs_queries and self._pending and self._queries is None:
             cached = [self._batch, self._heads, self._rows, self._state.slots.keys.shape[2]]
             self._complaint = observed.complaint(queries, keys, mask, cached=cached, arrivals=self._pending)
@@ -164,7 +173,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be taken back: while all that were seen came in the last call."""
-        return self._offset == self._pending
+        return self._seen == self._pending
 
     def trim(self, n: int) -> int:
         """Take back the last n tokens, exactly.
@@ -184,7 +193,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             left = self._pending - n
             self._state, self._next = take_back(self._state, n, budget=self.config.budget), None
             self._queries = self._queries[:, :, :left] if left and self._queries is not None else None
-            self._offset -= n
+            self._seen, self._attending = self._seen - n, False
         return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> None:
@@ -209,7 +218,8 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             "owner": self._owner,
             "batch": self._batch,
             "heads": self._heads,
-            "offset": self._offset,
+            "seen": self._seen,
+            "counts_block": self._counts_block,
             "queries": self._queries is not None,
         }
         return [portable.array_of(record), *self._arrays()]
@@ -223,7 +233,8 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         self._queries = held.pop() if record["queries"] else None
         self._state = portable.state_of(policy, held)
         self._policy, self._layer, self._owner = policy, record["layer"], record["owner"]
-        self._batch, self._heads, self._offset = record["batch"], record["heads"], record["offset"]
+        self._batch, self._heads, self._seen = record["batch"], record["heads"], record["seen"]
+        self._counts_block, self._attending = record["counts_block"], False
         self._next, self._complaint = None, ""
         if bound is None:
             capture.hold(self)
@@ -259,11 +270,11 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
 
     def size(self) -> int:
         """Tokens seen, as in mlx_lm's unbounded cache."""
-        return self._offset
+        return self._seen
 
     def empty(self) -> bool:
         """Whether no token has been seen."""
-        return self._offset == 0
+        return self._seen == 0
 
     @property
     def nbytes(self) -> int:
@@ -314,7 +325,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
                 why = "remove_hook() was called; make the caches anew, or run the model inside query_capture()"
             raise RuntimeError(
                 f"{type(self.config).__module__} ranks by the model's queries, but {why} "
-                f"(layer {self._layer}, {self._offset} tokens seen). knorm and streaming_llm need no queries"
+                f"(layer {self._layer}, {self._seen} tokens seen). knorm and streaming_llm need no queries"
             )
         return self._queries
 

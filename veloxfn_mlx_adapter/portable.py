@@ -33,7 +33,7 @@ def state_of(policy: Policy[Any], arrays: list[mx.array]) -> Any:
     """
     if not arrays:
         return None
-    template = policy.init_state(1, 1, dtype=arrays[0].dtype)
+    template = policy.init_state(1, arrays[0].shape[-1], arrays[1].shape[-1], dtype=arrays[0].dtype)
     wanted = len(leaves(template))
     if len(arrays) != wanted:
         raise ValueError(f"a {type(template).__module__}.State has {wanted} arrays, got {len(arrays)}")

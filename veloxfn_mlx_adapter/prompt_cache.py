@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
 from mlx_lm.models import cache as mlx_lm_cache
 
-from veloxfn import Policy, Retention
-from veloxfn_mlx_adapter import capture
+import veloxfn
+from veloxfn import Contiguous, Policy, Retention, pyramidkv
+from veloxfn_mlx_adapter import capture, ropes
 from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.diagnostics import method_name
 
@@ -23,21 +25,24 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
     Args:
         model: an `mlx_lm` model.
         policy: a method with its config bound (`veloxfn.policy(config)`) for all layers, or one entry per layer, with
-            None where the model's own cache stays.
+            None where the model's own cache stays. A `pyramidkv` policy for all layers is spread over those that
+            evict. With `placement=Contiguous(rope)` the rope is checked against each layer; a layer that does not
+            rotate, in a model where others do, is seen without gaps all the same.
 
     Returns:
         The caches, in the model's order.
 
     Raises:
-        ValueError: a sequence of another length than the layers, no layer to evict from, or a method that ranks by
-            queries on a model whose attention does not show them.
+        ValueError: a sequence of another length than the layers, no layer to evict from, a method that ranks by
+            queries on a model whose attention does not show them, a rope that is not the layer's, or a pyramid over
+            another number of layers.
         TypeError: something that is no policy.
 
     >>> caches = make_prompt_cache(model, veloxfn.policy(veloxfn.h2o.Config(budget=256)))  # doctest: +SKIP
     """
     caches: list[Any] = mlx_lm_cache.make_prompt_cache(model)
-    policies = _per_layer(policy, len(caches))
     full = [type(cache) is mlx_lm_cache.KVCache for cache in caches]
+    policies = _per_layer(_spread(policy, full), len(caches))
     owner = f"{type(model).__module__}.{type(model).__name__}"
     wanted = [i for i, chosen in enumerate(policies) if chosen is not None and full[i]]
     if not wanted:
@@ -53,6 +58,7 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
         if is_full
     }
     with capture.query_capture(model):
+        probes = _placed(model, policies, wanted)
         for i in wanted:
             chosen = cast(Policy[Any], policies[i])
             if len(budgets) > 1 and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
@@ -68,8 +74,67 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
                     f"call mlx_lm's scaled_dot_product_attention, which shows them; "
                     f"methods without queries (knorm, streaming_llm) work with it"
                 )
-            caches[i] = EvictingCache(chosen, layer=i, owner=owner)
+            caches[i] = EvictingCache(chosen, layer=i, owner=owner, counts_block=i in probes and probes[i].counts_block)
     return caches
+
+
+def _spread(policy: Any, full: list[bool]) -> Any:
+    """A pyramid for all layers as one policy per layer, the budgets over the `full` ones; others as they are."""
+    if not isinstance(policy, Policy) or type(policy.config) is not pyramidkv.Config:
+        return policy
+    layers = sum(full)
+    if policy.config.layers != layers:
+        raise ValueError(f"pyramidkv's layers must be those that evict, {layers}, got layers={policy.config.layers}")
+    configs = iter(pyramidkv.layer_configs(policy.config))
+    return [veloxfn.policy(next(configs)) if is_full else None for is_full in full]
+
+
+def _placed(model: Any, policies: list[Policy[Any] | None], wanted: list[int]) -> dict[int, ropes.LayerProbe]:
+    """Check each `Contiguous` policy against its layer; in place of that of a layer without positions, one for it."""
+    chosen = {i: cast(Policy[Any], policies[i]) for i in wanted}
+    turned = [i for i in wanted if isinstance(chosen[i].config.placement, Contiguous)]
+    if not turned:
+        return {}
+    owner = f"{type(model).__module__}.{type(model).__name__}"
+    if len(list(getattr(model, "layers", []))) != len(policies):
+        raise ValueError(f"placement=Contiguous needs one cache per layer of {owner}, got {len(policies)} caches")
+    probes = ropes.probed(model, turned)
+    rotating = [i for i in turned if probes[i].rotates()]
+    if not rotating:
+        raise ValueError(
+            f"placement=Contiguous is for rotary embeddings: the evicting layers of {owner} do not rotate their keys"
+        )
+    for i in turned:
+        probe = probes[i]
+        if i in rotating:
+            ropes.refuse(model, probe, cast(Contiguous, chosen[i].config.placement).rope)
+        else:
+            policies[i] = _without_positions(chosen[i], i, owner)
+        if "late" in probe.asks or ("after" in probe.asks and not probe.shows_queries):
+            raise ValueError(
+                f"layer {i} of {owner} reads its cache's offset after its attention, where placement=Contiguous "
+                f"cannot tell the tokens of the block from the place of the next one; use placement=Absolute()"
+            )
+    unasked = [i for i in rotating if not probes[i].asks]
+    offsets = {(chosen[i].config.budget if i in turned else None) for i in wanted}
+    if unasked and (len(offsets) > 1 or len(wanted) < len(policies)):
+        raise ValueError(
+            f"layers {unasked} of {owner} are rotated at the offset of another layer's cache: with "
+            f"placement=Contiguous all layers must share one budget, and none keep the model's own cache"
+        )
+    return probes
+
+
+def _without_positions(policy: Policy[Any], layer: int, owner: str) -> Policy[Any]:
+    """The same policy, turning nothing."""
+    config = dataclasses.replace(policy.config, placement=Contiguous(ropes.STILL))
+    try:
+        return veloxfn.policy(config)
+    except TypeError:
+        raise ValueError(
+            f"layer {layer} of {owner} does not rotate its keys: give it {policy.config!r} with "
+            f"placement=Absolute(), or None"
+        ) from None
 
 
 def _per_layer(policy: Any, layers: int) -> list[Policy[Any] | None]:

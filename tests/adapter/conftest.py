@@ -93,6 +93,9 @@ def caches_of():
     def build(model, method="h2o", **settings):
         if method == "h2o":
             settings = {"age_normalised": True, **settings}
+        if method == "pyramidkv":
+            full = [type(cache) is mlx_lm_cache.KVCache for cache in mlx_lm_cache.make_prompt_cache(model)]
+            settings = {"layers": sum(full), **settings}
         return make_prompt_cache(model, veloxfn.policy(veloxfn.METHODS[method].Config(**settings)))
 
     return build
