@@ -75,12 +75,13 @@ def test_lesson_19_every_kept_key_is_one_that_arrived(tiny, caches_of, stock, to
     feed(model, caches, inputs, 20, 9)
     caches[0].settle()
     state = caches[0].method_state
-    keys, values = veloxfn.METHODS[method].get_kv(caches[0].config, state)
+    keys, values = veloxfn.policy(caches[0].config).get_kv(state)
     where = veloxfn.kept_positions(state)
     arrived_keys, arrived_values = (array[0] for array in full[0].keys_and_values())
     for row in range(2):
         assert mx.allclose(keys[row], arrived_keys[row][where[row]], atol=1e-5)
-        assert mx.allclose(values[row], arrived_values[row][where[row]], atol=1e-5)
+        if method != "cam":  # which merges values
+            assert mx.allclose(values[row], arrived_values[row][where[row]], atol=1e-5)
 
 
 @pytest.mark.parametrize("pieces", [[1, 63], [40, 3, 7], [1], [64], [5, 5, 5, 5, 5]])

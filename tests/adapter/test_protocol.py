@@ -176,14 +176,13 @@ def lively(model, seed):
 
 @pytest.mark.parametrize("budget", [16, 500])
 @pytest.mark.parametrize("method", METHODS)
-def test_speculative_decoding_takes_back_what_was_rejected(method, budget, tiny, stock, tokens):
+def test_speculative_decoding_takes_back_what_was_rejected(method, budget, tiny, caches_of, stock, tokens):
     """The tokens of plain decoding below the budget, and the rewound offset of mlx_lm's own cache always."""
     model, draft, prompt = lively(tiny(), 1), lively(tiny(num_hidden_layers=1), 2), tokens(40)[0]
-    policy = veloxfn.policy(veloxfn.METHODS[method].Config(budget=budget))
     expected = [token for token, _ in generate_step(prompt, model, max_tokens=20)]
     assert len(set(expected)) > 5
     offsets, said = [], []
-    for run in (make_prompt_cache(model, policy), stock(model)):
+    for run in (caches_of(model, method, budget=budget), stock(model)):
         steps = list(speculative_generate_step(prompt, model, draft, max_tokens=20, prompt_cache=run + stock(draft)))
         said.append([int(token) for token, _, _ in steps])
         offsets.append(run[0].offset)
