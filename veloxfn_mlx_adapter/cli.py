@@ -14,6 +14,7 @@ import mlx.core as mx
 import veloxfn
 from veloxfn_mlx_adapter import generation
 from veloxfn_mlx_adapter.demo import DEMO_NAME
+from veloxfn_mlx_adapter.method_options import add_method_options, settings_of
 from veloxfn_mlx_adapter.prompts import DEFAULT_PROMPT
 
 __all__ = ["main"]
@@ -88,36 +89,30 @@ def _parsers() -> tuple[_Parser, _Parser]:
     generate.add_argument(
         "--budget", type=int, default=DEFAULT_BUDGET, help=f"rows kept per kv head and layer ({DEFAULT_BUDGET})"
     )
-    generate.add_argument("--sink", type=int, metavar="N", help="first tokens that always stay (4)")
     generate.add_argument(
-        "--recent",
-        type=int,
-        metavar="N",
-        help="h2o, knorm: last tokens that always stay (h2o: half the budget; knorm: 0)",
+        "--scorer",
+        choices=[name for name in veloxfn.METHODS if name != "pyramidkv"],
+        help="pyramidkv: the method that ranks inside a layer (snapkv)",
     )
     generate.add_argument(
-        "--age-normalised",
-        action=argparse.BooleanOptionalAction,
-        help="h2o: rank by attention per query instead of its plain sum; on unless turned off",
+        "--contiguous",
+        action="store_true",
+        help="see kept rows without gaps, so that generation can run past the model's trained length",
     )
     generate.add_argument("--max-tokens", type=int, default=100, help="longest answer (100)")
     generate.add_argument("--chunk", type=int, default=512, help="prompt tokens read per call (512)")
     generate.add_argument("--temp", type=float, default=0.0, help="sampling temperature (0 = most likely token)")
     generate.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
+    add_method_options(generate)
     return parser, generate
 
 
 def _generate(options: argparse.Namespace) -> None:
-    age_normalised = options.age_normalised
-    if age_normalised is None and options.method == "h2o":
-        age_normalised = True  # better than the paper's plain sums where a prompt arrives in chunks
-    settings = {
-        "budget": options.budget,
-        "sink": options.sink,
-        "recent": options.recent,
-        "age_normalised": age_normalised,
-    }
-    config = generation.config_for(options.method, settings)
+    settings = {"budget": options.budget} | settings_of(options)
+    if "h2o" in (options.method, options.scorer) and settings.get("decay", 1.0) == 1.0:
+        # better than the paper's plain sums where a prompt arrives in chunks
+        settings = {"age_normalised": True} | settings
+    config = generation.config_for(options.method, settings, scorer=options.scorer)
     request = generation.Request(
         prompt=_prompt(options.prompt, options.prompt_file),
         max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
@@ -126,8 +121,12 @@ def _generate(options: argparse.Namespace) -> None:
         temp=_at_least("--temp", options.temp, 0),
     )
     model, tokenizer = generation.load_model(options.model)
+    tokens = generation.tokens_of(tokenizer, request.prompt)
+    config = generation.fitted(config, model, prompt_tokens=len(tokens), contiguous=options.contiguous)
     caches = generation.caches_for(model, config)
-    said = generation.answer(model, tokenizer, caches, request, out=sys.stdout, progress=generation.show_progress)
+    said = generation.answer(
+        model, tokenizer, caches, tokens, request, out=sys.stdout, progress=generation.show_progress
+    )
     print(f"\n{generation.report(caches, said)}")
 
 

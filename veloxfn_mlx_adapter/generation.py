@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 
 import veloxfn
-from veloxfn import Retention
+from veloxfn import Contiguous, Retention
 from veloxfn_mlx_adapter.demo import load_demo
 from veloxfn_mlx_adapter.diagnostics import diagnostics
+from veloxfn_mlx_adapter.method_options import flag_of
 from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache
+from veloxfn_mlx_adapter.ropes import rope_of
+
+_RETENTION = [field.name for field in dataclasses.fields(Retention)]
 
 __all__ = [
     "Answer",
@@ -24,9 +30,11 @@ __all__ = [
     "answer",
     "caches_for",
     "config_for",
+    "fitted",
     "load_model",
     "report",
     "show_progress",
+    "tokens_of",
 ]
 
 
@@ -56,19 +64,33 @@ class Answer:
     rate: float
 
 
-def config_for(method: str, settings: dict[str, Any]) -> Retention:
-    """The Config of a method with the given settings; None = the method's default.
+def config_for(method: str, settings: dict[str, Any], *, scorer: str | None = None) -> Retention:
+    """The Config of a method with the given settings.
+
+    Args:
+        method: its name in `veloxfn.METHODS`.
+        settings: by name; for a method over a scorer, those it does not have are the scorer's.
+        scorer: name of the method that ranks, for methods over one; None = the method's own choice.
 
     Raises:
-        UsageError: a setting that the method does not have, or a value against its rules.
+        UsageError: a setting that the method does not have, a scorer for a method that takes none, or a value against
+            the rules.
     """
     kind = veloxfn.METHODS[method].Config
     names = {field.name for field in dataclasses.fields(kind)}
-    given = {name: value for name, value in settings.items() if value is not None}
-    for name in given:
-        if name not in names:
-            raise UsageError(f"--{name.replace('_', '-')}: {method} has no such setting")
+    given = dict(settings)
     try:
+        if "scorer" in names:
+            own = [name for name in given if name in names and name not in _RETENTION]
+            ranks = scorer or next(
+                name for name, module in veloxfn.METHODS.items() if type(kind().scorer) is module.Config
+            )
+            given = {name: given.pop(name) for name in own} | {"scorer": config_for(ranks, given)}
+        elif scorer is not None:
+            raise UsageError(f"--scorer: {method} ranks by itself")
+        for name in given:
+            if name not in names:
+                raise UsageError(f"{flag_of(name)}: {method} has no such setting")
         config: Retention = kind(**given)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -96,10 +118,20 @@ def load_model(name: str | None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def tokens_of(tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt as tokens, through the tokenizer's chat template where it has one."""
+    if getattr(tokenizer, "has_chat_template", False):
+        messages = [{"role": "user", "content": prompt}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(prompt, add_special_tokens=special))
+
+
 def answer(
     model: Any,
     tokenizer: Any,
     caches: list[Any],
+    prompt: Sequence[int],
     request: Request,
     *,
     out: TextIO,
@@ -109,9 +141,10 @@ def answer(
 
     Args:
         model: an mlx_lm model.
-        tokenizer: its tokenizer; a prompt goes through its chat template where it has one.
+        tokenizer: its tokenizer.
         caches: what `make_prompt_cache` returned.
-        request: the prompt and how to sample.
+        prompt: what `tokens_of` returned.
+        request: how to sample.
         out: where the text goes, piece by piece.
         progress: called with prompt tokens read and their total.
     """
@@ -119,15 +152,11 @@ def answer(
     from mlx_lm.sample_utils import make_sampler
 
     mx.random.seed(request.seed)
-    prompt: Any = request.prompt
-    if getattr(tokenizer, "has_chat_template", False):
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     pieces, last = [], None
     for last in stream_generate(
         model,
         tokenizer,
-        prompt,
+        list(prompt),
         max_tokens=request.max_tokens,
         sampler=make_sampler(temp=request.temp),
         prompt_cache=caches,
@@ -162,6 +191,35 @@ def report(caches: list[Any], said: Answer) -> str:
         ("decode", f"{said.tokens} tokens, {said.rate:.1f} tokens/s"),
     ]
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
+
+
+def fitted(config: Retention, model: Any, *, prompt_tokens: int, contiguous: bool) -> Retention:
+    """The config with what only the model and the prompt know.
+
+    Args:
+        config: what `config_for` returned.
+        model: an mlx_lm model.
+        prompt_tokens: length of the prompt; a temperature schedule that starts at 0 starts behind it.
+        contiguous: see kept rows without gaps, with the rotary embedding of the model's first layer.
+
+    Raises:
+        UsageError: contiguous, and the model's rotary embedding is not known.
+    """
+    changes: dict[str, Any] = {}
+    if contiguous:
+        try:
+            changes["placement"] = Contiguous(rope_of(model))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    ranking: Retention = getattr(config, "scorer", config)
+    if getattr(ranking, "anneal_from", None) == 0:
+        changes["anneal_from"] = prompt_tokens
+    ranking = dataclasses.replace(ranking, **changes)
+    if not hasattr(config, "scorer"):
+        return ranking
+    layers = sum(type(cache) is KVCache for cache in make_stock_cache(model))
+    spread: dict[str, Any] = dict.fromkeys(_RETENTION) | {"scorer": ranking, "layers": layers}  # None = the scorer's
+    return dataclasses.replace(config, **spread)
 
 
 def caches_for(model: Any, config: Retention) -> list[Any]:

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 import veloxfn
-from veloxfn_mlx_adapter import cli, generation, prompts
+from veloxfn import Contiguous, cam, h2o, keyformer, knorm, pyramidkv, snapkv, tova
+from veloxfn_mlx_adapter import cli, generation, method_options, prompts, rope_of
 
 
 def refused(capsys, *arguments):
@@ -57,16 +58,85 @@ def test_the_default_prompt_is_longer_than_the_default_budget(smollm2):
 def test_the_default_method_ranks_by_age_normalised_mass(monkeypatch):
     configs = []
     monkeypatch.setattr(generation, "load_model", lambda name: (None, None))
+    monkeypatch.setattr(generation, "tokens_of", lambda tokenizer, prompt: [0] * 700)
     monkeypatch.setattr(generation, "caches_for", lambda model, config: configs.append(config) or [])
     monkeypatch.setattr(generation, "answer", lambda *_, **__: None)
     monkeypatch.setattr(generation, "report", lambda *_: "")
-    for options in ([], ["--no-age-normalised"], ["--method", "knorm", "--recent", "9", "--sink", "0"]):
-        cli.main(["generate", *options])
+    for options in ("", "--no-age-normalised", "--decay 0.9", "--method knorm --recent 9 --sink 0"):
+        cli.main(["generate", *options.split()])
     assert configs == [
-        veloxfn.h2o.Config(budget=256, age_normalised=True),
-        veloxfn.h2o.Config(budget=256),
-        veloxfn.knorm.Config(budget=256, recent=9, sink=0),
+        h2o.Config(budget=256, age_normalised=True),
+        h2o.Config(budget=256),
+        h2o.Config(budget=256, decay=0.9),
+        knorm.Config(budget=256, recent=9, sink=0),
     ]
+
+
+def test_every_setting_of_every_method_is_an_option(monkeypatch):
+    configs = []
+    monkeypatch.setattr(generation, "load_model", lambda name: (None, None))
+    monkeypatch.setattr(generation, "tokens_of", lambda tokenizer, prompt: [0] * 700)
+    monkeypatch.setattr(generation, "fitted", lambda config, model, **_: config)
+    monkeypatch.setattr(generation, "caches_for", lambda model, config: configs.append(config) or [])
+    monkeypatch.setattr(generation, "answer", lambda *_, **__: None)
+    monkeypatch.setattr(generation, "report", lambda *_: "")
+    for options in (
+        "--method keyformer --noise additive --tau 6 --noise-seed 7 --recent 3",
+        "--method keyformer --tau-init 0.5 --tau-end 3 --anneal-steps 9 --anneal-from 4",
+        "--method cam --targets nearest --merge similarity --no-gate --merge-keys --noise-seed 3",
+        "--method cam --no-normalise --cadence token --target-count 8",
+        "--method snapkv --window 16 --kernel 7 --pooling max",
+        "--method tova --recent 2 --shared-heads 3",
+        "--method pyramidkv --beta 5 --window 16",
+        "--method pyramidkv --scorer h2o --taper 1.5 --recent 8",
+        "--method knorm --keep high",
+    ):
+        cli.main(["generate", *options.split()])
+    assert configs == [
+        keyformer.Config(budget=256, noise="additive", tau=6.0, seed=7, recent=3),
+        keyformer.Config(budget=256, tau_init=0.5, tau_end=3.0, anneal_steps=9, anneal_from=4),
+        cam.Config(budget=256, targets="nearest", merge="similarity", gate=False, merge_keys=True, seed=3),
+        cam.Config(budget=256, normalise=False, cadence="token", target_count=8),
+        snapkv.Config(budget=256, window=16, kernel=7, pooling="max"),
+        tova.Config(budget=256, recent=2, shared_heads=3),
+        pyramidkv.Config(beta=5.0, scorer=snapkv.Config(budget=256, window=16)),
+        pyramidkv.Config(taper=1.5, scorer=h2o.Config(budget=256, recent=8, age_normalised=True)),
+        knorm.Config(budget=256, keep="high"),
+    ]
+
+
+def test_every_setting_says_what_it_means(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    text = capsys.readouterr().out
+    for name, (_, owners, meaning) in method_options._settings().items():
+        assert meaning, f"{name} of {owners} has no line in its Config's docstring"
+        assert method_options.flag_of(name) in text
+
+
+def test_the_config_is_fitted_to_the_model_and_the_prompt(smollm2):
+    rope = Contiguous(rope_of(smollm2.model))
+    for config, want in (
+        (keyformer.Config(), keyformer.Config(anneal_from=70)),
+        (keyformer.Config(anneal_from=9), keyformer.Config(anneal_from=9)),
+        (pyramidkv.Config(budget=64), pyramidkv.Config(budget=64, layers=30)),
+        (
+            pyramidkv.Config(scorer=keyformer.Config(budget=64), taper=2.0),
+            pyramidkv.Config(scorer=keyformer.Config(budget=64, anneal_from=70), taper=2.0, layers=30),
+        ),
+    ):
+        assert generation.fitted(config, smollm2.model, prompt_tokens=70, contiguous=False) == want
+    placed = generation.fitted(pyramidkv.Config(budget=64), smollm2.model, prompt_tokens=70, contiguous=True)
+    assert placed == pyramidkv.Config(layers=30, scorer=snapkv.Config(budget=64, placement=rope))
+
+
+@pytest.mark.parametrize("method", veloxfn.METHODS)
+def test_every_method_answers(loads_demo, capsys, method):
+    options = ["--prompt", "Name three colours of the rainbow and three rivers.", "--method", method, "--budget", "34"]
+    assert cli.main(["generate", *options, "--max-tokens", "8", "--contiguous"]) == 0
+    printed = capsys.readouterr().out
+    assert "tokens seen" in printed
+    assert ("budget 34 rows" in printed) == (method != "pyramidkv")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +147,11 @@ def test_the_default_method_ranks_by_age_normalised_mass(monkeypatch):
         (["--budget", "many"], "invalid int value: 'many'"),
         (["--budget", "64", "--sink", "32", "--recent", "32"], "sink=32 + recent=32 = 64, budget=64"),
         (["--method", "streaming_llm", "--recent", "3"], "--recent: streaming_llm has no such setting"),
+        (["--method", "h2o", "--scorer", "tova"], "--scorer: h2o ranks by itself"),
+        (["--method", "pyramidkv", "--scorer", "h2o", "--window", "3"], "--window: h2o has no such setting"),
+        (["--method", "keyformer", "--tau", "0"], "tau must be > 0 with noise='logit'"),
+        (["--method", "cam", "--noise-seed", "-1"], "seed must be >= 0, got -1"),
+        (["--method", "tova", "--noise-seed", "1"], "--noise-seed: tova has no such setting"),
         (["--method", "knorm", "--age-normalised"], "--age-normalised: knorm has no such setting"),
         (["--prompt", "  \n"], "the prompt is empty"),
         (["--prompt", "a", "--prompt-file", "b"], "not allowed with"),
@@ -113,6 +188,7 @@ def test_a_missing_demo_package_is_one_line(capsys, monkeypatch):
 def test_a_model_without_its_queries_is_one_line(capsys, tiny, monkeypatch):
     model = tiny("gemma2", head_dim=8, query_pre_attn_scalar=8.0)
     monkeypatch.setattr(generation, "load_model", lambda name: (model, None))
+    monkeypatch.setattr(generation, "tokens_of", lambda tokenizer, prompt: [1, 2])
     assert "h2o ranks by the model's queries" in refused(capsys)
 
 
