@@ -4,16 +4,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veloxfn.testing import laws, normal_stream
-from veloxfn.testing.strategies import groupings, streams
+from veloxfn.testing.strategies import groupings, key_dims, streams
 from veloxfn.testing.subjects import Subject
 
 
 def _draw_two_groupings(data: st.DataObject, subject: Subject, *, padded: bool):
     budget = data.draw(st.sampled_from(subject.budgets), label="budget")
     policy = subject.make(budget)
-    stream = data.draw(
-        streams(budget=budget, row_multiple=policy.config.shared_heads, padded=padded, min_tokens=1), label="stream"
+    drawn = streams(
+        budget=budget,
+        row_multiple=policy.config.shared_heads,
+        padded=padded,
+        min_tokens=1,
+        dims=key_dims(policy.config),
     )
+    stream = data.draw(drawn, label="stream")
     return policy, stream, data.draw(groupings(stream.tokens, budget=budget), label="other blocks")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veloxfn.testing import laws, normal_stream
-from veloxfn.testing.strategies import groupings, poisons, streams
+from veloxfn.testing.strategies import groupings, key_dims, poisons, streams
 from veloxfn.testing.subjects import Subject
 
 
@@ -18,7 +18,8 @@ def test_law_on_grid_streams(law: Callable[..., None], subject: Subject, data: s
     policy = subject.make(budget)
     shared = policy.config.shared_heads
     padded = data.draw(st.booleans(), label="padded")
-    stream = data.draw(streams(budget=budget, row_multiple=shared, padded=padded), label="stream")
+    drawn = streams(budget=budget, row_multiple=shared, padded=padded, dims=key_dims(policy.config))
+    stream = data.draw(drawn, label="stream")
     law(policy, stream, subject.claims(policy))
 
 
@@ -42,7 +43,13 @@ def test_poison_stays_in_its_row(subject: Subject, data: st.DataObject) -> None:
     """Lesson 12."""
     budget = data.draw(st.sampled_from(subject.budgets), label="budget")
     policy = subject.make(budget)
-    drawn = streams(budget=budget, row_multiple=policy.config.shared_heads, min_rows=2, min_tokens=1)
+    drawn = streams(
+        budget=budget,
+        row_multiple=policy.config.shared_heads,
+        min_rows=2,
+        min_tokens=1,
+        dims=key_dims(policy.config),
+    )
     stream = data.draw(drawn, label="stream")
     row = data.draw(st.integers(0, stream.rows - 1), label="row")
     column = data.draw(st.integers(0, stream.tokens - 1), label="column")

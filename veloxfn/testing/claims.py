@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.base import Retention
+from veloxfn.placement import Absolute
 from veloxfn.testing.oracle import (
     Score,
     score_h2o,
@@ -51,6 +52,9 @@ class Claims:
         rows_independent: no row looks at another; False with shared_heads > 1.
         in_place: a one-token step at full budget touches O(D) bytes per row beyond the scoring product.
         scores_keys: a step may read all stored keys once, in the scoring product.
+        turns_keys: keys are seen at their ranks: what a step scores is turned first, and the slots hold other bits.
+        compares_keys: a step may read all stored keys once more, to compare them with the lost one's: a product, and
+            their norms.
         block_without_loop: the graph of a block does not grow with its tokens.
         may_freeze: settings under which arrivals are always the weakest.
         nan_is_weak: a key that holds NaN ends up unimportant; False where keys are not looked at.
@@ -70,6 +74,8 @@ class Claims:
     rows_independent: bool = True
     in_place: bool = True
     scores_keys: bool = False
+    turns_keys: bool = False
+    compares_keys: bool = False
     block_without_loop: bool = False
     may_freeze: bool = False
     nan_is_weak: bool = False
@@ -136,9 +142,13 @@ def _keyformer(config: Retention) -> Claims:
 
 
 def _cam(config: Retention) -> Claims:
-    """Keeps by h2o's rule; a survivor that received something is no copy of an arrival any more."""
+    """Keeps by h2o's rule; a survivor that received something is no copy of an arrival any more.
+
+    A step touches `target_count` rows of values; the nearest key is sought among all.
+    """
     assert isinstance(config, cam.Config)
-    return replace(_h2o(config), bit_copies=config.merge == "off")
+    merges = config.merge != "off"
+    return replace(_h2o(config), bit_copies=not merges, compares_keys=merges and config.targets == "nearest")
 
 
 def _snapkv(config: Retention) -> Claims:
@@ -222,4 +232,12 @@ CLAIMS: dict[type[Retention], Callable[[Retention], Claims]] = {
 def claims_for(config: Retention) -> Claims:
     """The claims of a method of this package; a config of another type promises the universal laws alone."""
     stated = CLAIMS.get(type(config))
-    return Claims(needs_queries=config.needs_queries) if stated is None else stated(config)
+    claims = Claims(needs_queries=config.needs_queries) if stated is None else stated(config)
+    if isinstance(config.placement, Absolute):
+        return claims
+    # How a block is grouped says where its keys were rotated: the same numbers in other blocks are other keys.
+    return replace(
+        claims,
+        turns_keys=True,
+        split_invariant=claims.split_invariant and not claims.scores_keys,
+    )

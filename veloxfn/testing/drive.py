@@ -9,15 +9,18 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from veloxfn.base import Policy
+from veloxfn.base import Policy, Retention
 from veloxfn.testing.claims import Claims, claims_for
+from veloxfn.testing.oracle import turned
 from veloxfn.testing.streams import Block, Floats, Stream
 
 __all__ = [
+    "UNIT",
     "AnyPolicy",
     "AnyState",
     "Kept",
     "Step",
+    "as_seen",
     "bits",
     "describe",
     "differences",
@@ -36,6 +39,9 @@ __all__ = [
 AnyPolicy: TypeAlias = Policy[Any]
 AnyState: TypeAlias = Any
 Bits = npt.NDArray[Any]
+
+UNIT = {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
+"""Distance from 1 to the next number of each dtype."""
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
@@ -125,6 +131,21 @@ def kept(state: AnyState) -> list[Kept]:
         slots = slots[np.argsort(positions[row, slots], kind="stable")]
         rows.append(Kept(positions[row, slots], keys[row, slots], values[row, slots]))
     return rows
+
+
+def as_seen(config: Retention, state: AnyState) -> Floats | None:
+    """Keys [N, n, D] as queries see them, turned to their ranks in float64 (0 in free slots); None = as stored."""
+    rope = getattr(config.placement, "rope", None)
+    if rope is None:
+        return None
+    positions, rotations = np.array(state.slots.positions), np.array(state.slots.rotations)
+    seen = floats(state.slots.keys)[:, : positions.shape[1]]
+    for row in range(len(positions)):
+        live = np.flatnonzero(positions[row] >= 0)
+        for rank, slot in enumerate(live[np.argsort(positions[row, live])]):
+            seen[row, slot] = turned(rope, seen[row, slot].astype(np.float64), rank - rotations[row, slot])
+        seen[row, positions[row] < 0] = 0.0
+    return seen
 
 
 def describe(state: AnyState) -> str:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from veloxfn.base import Retention
 from veloxfn.testing.streams import Floats, Stream, fingerprint, split
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "dtypes",
     "grid_keys",
     "groupings",
+    "key_dims",
     "poisoned",
     "poisons",
     "streams",
@@ -38,6 +40,12 @@ VALUE_DIMS = (3, 4, 5)
 def budgets(*, low: int = 1, high: int = 9) -> st.SearchStrategy[int]:
     """Tiny budgets."""
     return st.integers(low, high)
+
+
+def key_dims(config: Retention) -> tuple[int, ...]:
+    """Key dimensions that the placement's rotary embedding can rotate."""
+    rope = getattr(config.placement, "rope", None)
+    return tuple(dim for dim in KEY_DIMS if rope is None or dim >= rope.dims)
 
 
 def dtypes() -> st.SearchStrategy[mx.Dtype]:
@@ -103,6 +111,7 @@ def streams(
     padded: bool = False,
     empty: bool = True,
     blocks: Sequence[int] | None = None,
+    dims: Sequence[int] = KEY_DIMS,
 ) -> Stream:
     """Grid-valued streams with fingerprint values, long enough to evict.
 
@@ -117,11 +126,12 @@ def streams(
         padded: some arrivals are padded (the same ones in all rows of a group of `row_multiple`).
         empty: empty blocks may occur.
         blocks: a fixed grouping; T is its sum.
+        dims: what D is drawn from; a rotary embedding needs enough of them.
     """
     rows = row_multiple * draw(st.integers(min_rows, max_rows))
     longest = max(min_tokens, 3 * budget + 6 if max_tokens is None else max_tokens)
     tokens = sum(blocks) if blocks is not None else draw(st.integers(min_tokens, longest))
-    key_dim, value_dim = draw(st.sampled_from(KEY_DIMS)), draw(st.sampled_from(VALUE_DIMS))
+    key_dim, value_dim = draw(st.sampled_from(dims)), draw(st.sampled_from(VALUE_DIMS))
     groups = draw(st.integers(1, 3))
     keys = draw(grid_keys(rows, tokens, key_dim))
     queries = draw(grid_keys(rows, groups * tokens, key_dim)).reshape(rows, groups, tokens, key_dim)

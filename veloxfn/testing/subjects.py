@@ -11,6 +11,7 @@ from typing import Any, cast
 import veloxfn
 from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.base import Policy, Retention
+from veloxfn.placement import Contiguous, Rope
 from veloxfn.testing.claims import Claims, claims_for
 from veloxfn.testing.drive import AnyPolicy
 
@@ -96,7 +97,7 @@ def _pyramid(scorer: Any, beta: float | None, taper: float | None, **settings: A
 
     def make(budget: int) -> AnyPolicy:
         config = _made(scorer, **settings)(budget).config
-        return cast(AnyPolicy, pyramidkv.policy(pyramidkv.Config(layers=3, scorer=config, beta=beta, taper=taper)))
+        return pyramidkv.policy(pyramidkv.Config(layers=3, scorer=config, beta=beta, taper=taper))
 
     return make
 
@@ -121,6 +122,9 @@ def _streaming(sink: int) -> Callable[[int], AnyPolicy]:
     return lambda budget: streaming_llm.policy(streaming_llm.Config(budget=budget, sink=min(sink, budget - 1)))
 
 
+_CONTIGUOUS = Contiguous(Rope(dims=2))
+
+
 _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
     "h2o": {
         "h2o": _h2o(),
@@ -132,6 +136,7 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "h2o-proxy-observed": _halves(query_source="key_proxy", age_normalised=True),
         "h2o-proxy-fading": _halves(query_source="key_proxy", decay=0.9, cadence="token"),
         "h2o-shared": _h2o(shared_heads=2),
+        "h2o-contiguous": _h2o(placement=_CONTIGUOUS),
     },
     "keyformer": {
         "keyformer": _made(keyformer),
@@ -144,6 +149,7 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "keyformer-greedy": _made(keyformer, noise="additive", tau=0.0, recent=_half),
         "keyformer-proxy": _made(keyformer, query_source="key_proxy", recent=_half),
         "keyformer-shared": _made(keyformer, shared_heads=2, cadence="token"),
+        "keyformer-contiguous": _made(keyformer, placement=_CONTIGUOUS, recent=_half),
     },
     "cam": {
         "cam": _made(cam, target_count=3),
@@ -153,17 +159,20 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "cam-nearest-mean": _made(cam, targets="nearest", merge="mean", age_normalised=True, gate=False),
         "cam-keys": _made(cam, target_count=2, merge="similarity", merge_keys=True, gate=False),
         "cam-off": _made(cam, merge="off"),
+        "cam-contiguous": _made(cam, placement=_CONTIGUOUS, target_count=3, cadence="token"),
     },
     "tova": {
         "tova": _made(tova, sink=0),
         "tova-shared": _made(tova, shared_heads=2),
         "tova-token": _made(tova, recent=_third, cadence="token"),
+        "tova-contiguous": _made(tova, placement=Contiguous(Rope(dims=2, base=50.0, traditional=True, scale=0.5))),
     },
     "snapkv": {
         "snapkv": _made(snapkv, window=_window, kernel=3, sink=0),
         "snapkv-max": _made(snapkv, window=_third, kernel=5, pooling="max"),
         "snapkv-unpooled": _made(snapkv, window=_window, kernel=1),
         "snapkv-token": _made(snapkv, window=_third, kernel=3, cadence="token"),
+        "snapkv-contiguous": _made(snapkv, placement=Contiguous(Rope(dims=2, freqs=(3.0,))), window=_third),
     },
     "pyramidkv": {
         "pyramidkv": _pyramid(snapkv, 4.0, None, window=_third, kernel=3, sink=0),
@@ -175,8 +184,13 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "knorm-recent": lambda budget: _knorm(recent=(budget - 1) // 2)(budget),
         "knorm-token": lambda budget: _knorm(recent=(budget - 1) // 3, cadence="token")(budget),
         "knorm-shared": _knorm(shared_heads=2),
+        "knorm-contiguous": _knorm(placement=_CONTIGUOUS, cadence="token"),
     },
-    "streaming_llm": {"streaming_llm": _streaming(2), "sliding-window": _streaming(0)},
+    "streaming_llm": {
+        "streaming_llm": _streaming(2),
+        "sliding-window": _streaming(0),
+        "streaming_llm-contiguous": _made(streaming_llm, placement=_CONTIGUOUS, sink=_third),
+    },
 }
 
 

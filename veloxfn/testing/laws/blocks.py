@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 import veloxfn
 from veloxfn.testing.claims import Claims
-from veloxfn.testing.drive import AnyPolicy, Step, bits, floats, live_positions, steps
+from veloxfn.testing.drive import UNIT, AnyPolicy, Step, as_seen, bits, floats, kept, live_positions, steps
 from veloxfn.testing.streams import Stream
 
 __all__ = [
@@ -29,6 +29,7 @@ Numbers = npt.NDArray[Any]
 def law_candidates(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
     """Candidates are everything kept before plus the whole block, bit for bit; `arrived` says where its tokens are.
 
+    Where keys are seen at their ranks, the slots hold the bits and the candidates are those keys, turned.
     Lesson 21 (nothing is evicted inside the call), lesson 14 (a block larger than the budget is a candidate in full).
     """
     keys, values = bits(stream.array(stream.keys)), bits(stream.array(stream.values))
@@ -47,6 +48,11 @@ def law_candidates(policy: AnyPolicy, stream: Stream, claims: Claims | None = No
             f"candidates must be [N, n = {n}, ..], found {found_keys.shape} and {found_values.shape}"
         )
         key_bits, value_bits = bits(found_keys), bits(found_values)
+        turned = as_seen(policy.config, one.absorbed)
+        if turned is not None:
+            check_turned(turned, found_keys, positions >= 0, "candidates")
+            key_bits = bits(slots.keys)
+        held = kept(one.before)
         for row in range(stream.rows):
             columns = stream.columns(row, block.stop)
             new = np.flatnonzero(columns >= block.start)
@@ -55,10 +61,23 @@ def law_candidates(policy: AnyPolicy, stream: Stream, claims: Claims | None = No
             assert sorted(positions[row, live].tolist()) == expected, (
                 f"row {row}: candidates must be positions {expected}, found {sorted(positions[row, live].tolist())}"
             )
-            source = columns[positions[row, live]]
-            for name, stored, sent in (("key", key_bits, keys), ("value", value_bits, values)):
-                assert np.array_equal(stored[row, live], sent[row, source]), f"row {row}: a candidate's {name} is wrong"
+            live = live[np.argsort(positions[row, live])]
+            for name, stored, old, sent in (
+                ("key", key_bits, held[row].keys, keys),
+                ("value", value_bits, held[row].values, values),
+            ):
+                expected_bits = np.concatenate([old, sent[row, columns[new]]])
+                assert np.array_equal(stored[row, live], expected_bits), f"row {row}: a candidate's {name} is wrong"
             _check_arrived(row, arrived[row], positions[row], stream.valid[row, block.start : block.stop], new)
+
+
+def check_turned(expected: Numbers, found: mx.array, live: Numbers, what: str) -> None:
+    """Raise unless keys [N, n, D] are the expected ones, to the roundings of their dtype, in live slots."""
+    error, size = np.abs(floats(found) - expected)[live], np.abs(expected)[live].max(initial=1.0)
+    allowed = (UNIT[found.dtype] + 2.0**-17) * size  # the angle itself is rounded to float32
+    assert (error <= allowed).all(), (
+        f"{what}: keys turned to their ranks are off by {error.max():.3g}, not {allowed:.3g}"
+    )
 
 
 def _check_arrived(row: int, places: Numbers, positions: Numbers, counted: Numbers, new: Numbers) -> None:

@@ -32,6 +32,8 @@ _CASTS = {"AsType", "BitwiseBinary", "Equal", "Select"}  # the latter widen floa
 _WRITES = {"DynamicSliceUpdate", "Scatter", "ScatterAxis", "SliceUpdate"}
 _READS = {"DynamicSlice", "Gather", "GatherAxis"}
 _PRODUCTS = {"AddMM", "GatherMM", "Matmul", "ScaledDotProductAttention", "CustomKernel"}
+_ROTATIONS = {"Add", "Concatenate", "Multiply", "RoPE"}
+_NORMS = {"Square", "Reduce"}
 _SELECTIONS = {"ArgPartition", "ArgReduce", "ArgSort", "Partition", "Sort"}
 
 
@@ -101,7 +103,8 @@ def law_step_moves_no_rows(policy: AnyPolicy, claims: Claims | None = None) -> N
     """At full budget no operation of a one-token step touches O(nD) elements beyond the scoring product.
 
     Views, in-place writes of single rows into the buffers and gathers of single rows are free. One product may read the
-    stored keys, cast to float32 for it where they are narrower, and only where the method scores keys at all.
+    stored keys, cast to float32 for it where they are narrower and turned where they are seen at their ranks, and only
+    where the method scores keys at all; one product more and the keys' norms where it compares keys.
     """
     claims = claims or claims_for(policy.config)
     if not claims.in_place or policy.config.budget < 4:  # below that, one row is not small against n rows
@@ -127,7 +130,7 @@ def _moved(graph: list[Primitive], heavy: int, claims: Claims) -> list[str]:
     for one in graph:
         for name, _ in one.inputs:
             readers.setdefault(name, []).append(one)
-    told, products = [], 0
+    told, products, norms = [], 0, 0
     for one in graph:
         big_in = [size for _, shape in one.inputs if (size := math.prod(shape)) > heavy]
         big_out = [size for _, shape in one.outputs if (size := math.prod(shape)) > heavy]
@@ -140,28 +143,40 @@ def _moved(graph: list[Primitive], heavy: int, claims: Claims) -> list[str]:
         if claims.scores_keys and one.name in _PRODUCTS and not big_out:
             products += 1
             continue
-        if claims.scores_keys and _feeds_products(one, readers):
+        if claims.compares_keys and one.name in _NORMS:
+            norms += 1
+            continue
+        if claims.scores_keys and _is_read(one, readers, claims):
             continue
         told.append(f"{one.name} {[s for _, s in one.inputs]} -> {[s for _, s in one.outputs]}")
-    if products > 1:
-        told.append(f"{products} products read the stored keys, one is needed")
+    needed = 2 if claims.compares_keys else 1
+    if products > needed:
+        told.append(f"{products} products read the stored keys, needed: {needed}")
+    if norms > len(_NORMS):
+        told.append(f"norms of the stored keys are taken in {norms} operations, {len(_NORMS)} are needed")
     return told
 
 
-def _feeds_products(one: Primitive, readers: dict[str, list[Primitive]]) -> bool:
-    """Whether this is a cast, or a part of one, and only products read what comes out."""
+def _is_read(one: Primitive, readers: dict[str, list[Primitive]], claims: Claims) -> bool:
+    """Whether this is a cast, a claimed rotation, or a part of one, and only products (or norms) read what comes out.
+
+    A rotation is elementwise but for its swapped pairs and the dimensions that are not rotated.
+    """
+    changes = _CASTS | _VIEWS | (_ROTATIONS if claims.turns_keys else set())
+    ends = _PRODUCTS | (_NORMS if claims.compares_keys else set())
     followers = [reader for name, _ in one.outputs for reader in readers.get(name, [])]
     return (
-        one.name in _CASTS | _VIEWS
+        (one.name in changes or (claims.turns_keys and one.name.startswith("Compiled")))
         and bool(followers)
-        and all(reader.name in _PRODUCTS or _feeds_products(reader, readers) for reader in followers)
+        and all(reader.name in ends or _is_read(reader, readers, claims) for reader in followers)
     )
 
 
 def law_no_selection_below_budget(policy: AnyPolicy, claims: Claims | None = None) -> None:
     """A step that stays within the budget runs no sort and no argmin.
 
-    Lesson 41 (no eviction machinery while nothing can be evicted).
+    Lesson 41 (no eviction machinery while nothing can be evicted). Where keys are seen at their ranks, the ranks take
+    one sort.
     """
     claims = claims or claims_for(policy.config)
     budget, group = policy.config.budget, policy.config.shared_heads
@@ -170,6 +185,8 @@ def law_no_selection_below_budget(policy: AnyPolicy, claims: Claims | None = Non
     stream = normal_stream(3, rows=group, tokens=budget, blocks=(budget - 1, 1))
     state, block = _settled(policy, stream, claims)
     found = [one.name for one in step_primitives(policy, claims, state, block) if one.name in _SELECTIONS]
+    if claims.turns_keys and claims.scores_keys and "ArgSort" in found:
+        found.remove("ArgSort")
     assert not found, f"token {budget} of a budget of {budget} needs no selection, the step runs {found}"
 
 

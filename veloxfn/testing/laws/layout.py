@@ -6,14 +6,16 @@ import mlx.core as mx
 import numpy as np
 
 import veloxfn
+from veloxfn.placement import Absolute
 from veloxfn.testing.claims import Claims
-from veloxfn.testing.drive import AnyPolicy, AnyState, bits, kept, leaves, start, steps
-from veloxfn.testing.streams import Stream
+from veloxfn.testing.drive import AnyPolicy, AnyState, as_seen, bits, kept, leaves, start, steps
+from veloxfn.testing.laws.blocks import check_turned
+from veloxfn.testing.streams import Floats, Stream
 
 __all__ = ["law_counts", "law_get_kv_is_temporal", "law_positions_name_arrivals", "law_shapes_and_dtypes"]
 
 
-_KINDS = {"positions": mx.int32, "arrived": mx.int32, "seen": mx.int32, "streams": mx.uint32}
+_KINDS = {"positions": mx.int32, "arrived": mx.int32, "seen": mx.int32, "rotations": mx.int32, "streams": mx.uint32}
 
 
 def law_positions_name_arrivals(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
@@ -46,6 +48,9 @@ def law_get_kv_is_temporal(policy: AnyPolicy, stream: Stream, claims: Claims | N
         ):
             assert tuple(found) == expected, f"get_kv: {name} must be {expected}, found {tuple(found)}"
         key_bits, value_bits = bits(keys), bits(values)
+        turned = _temporal(as_seen(policy.config, after), after, width)
+        if turned is not None:
+            check_turned(turned, keys, positions >= 0, "get_kv")
         for row, own in enumerate(kept(after)):
             free = width - len(own.positions)
             expected_row = [-1] * free + own.positions.tolist()
@@ -58,17 +63,28 @@ def law_get_kv_is_temporal(policy: AnyPolicy, stream: Stream, claims: Claims | N
                 ("values", value_bits[row], own.values),
             ):
                 assert not found_bits[:free].any(), f"row {row}: the {free} padded {name} of get_kv must be zero"
-                assert np.array_equal(found_bits[free:], expected_bits), f"row {row}: get_kv's {name} are not the kept"
+                assert (name == "keys" and turned is not None) or np.array_equal(found_bits[free:], expected_bits), (
+                    f"row {row}: get_kv's {name} are not the kept"
+                )
         for name, seen, got in zip(("keys", "values"), policy.candidates(after), (key_bits, value_bits), strict=True):
             assert np.array_equal(bits(seen), got), (
                 f"after evict (S = 0) candidates must be get_kv's, the {name} differ"
             )
 
 
+def _temporal(keys: Floats | None, state: AnyState, width: int) -> Floats | None:
+    """Keys [N, n, D] of the slots in the order of `get_kv`."""
+    if keys is None:
+        return None
+    order = np.argsort(np.array(state.slots.positions), axis=1, kind="stable")[:, keys.shape[1] - width :]
+    return np.take_along_axis(keys, order[..., None], axis=1)
+
+
 def law_counts(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
     """`seen`, `tokens_seen`, `tokens_kept`, `next_position` and the byte counters tell the truth.
 
-    Lesson 18 (the next position is the number of tokens seen, not of rows kept), lesson 35 (bytes follow the arrays'
+    Lesson 18 (the next position is the number of tokens seen, not of rows kept, but where keys are seen at their
+    ranks), lesson 35 (bytes follow the arrays'
     item size and count K and V), lesson 15 (padded arrivals do not count).
     """
     for block, _, absorbed, after in steps(policy, stream, claims):
@@ -82,11 +98,12 @@ def law_counts(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) 
 def _check_accounting(policy: AnyPolicy, state: AnyState, seen: list[int]) -> None:
     live = [len(row.positions) for row in kept(state)]
     keys, values = state.slots.keys, state.slots.values
+    following = seen if isinstance(policy.config.placement, Absolute) else live
     width = (keys.shape[2] + values.shape[2]) * keys.dtype.size
     for name, found, expected in (
         ("tokens_seen", np.array(veloxfn.tokens_seen(state)).tolist(), seen),
         ("tokens_kept", np.array(veloxfn.tokens_kept(state)).tolist(), live),
-        ("next_position", np.array(veloxfn.next_position(policy.config, state)).tolist(), seen),
+        ("next_position", np.array(veloxfn.next_position(policy.config, state)).tolist(), following),
         ("kept_bytes", _number(veloxfn.kept_bytes(state)), float(sum(live) * width)),
         ("full_bytes", _number(veloxfn.full_bytes(state)), float(sum(seen) * width)),
         ("allocated_bytes", _number(veloxfn.allocated_bytes(state)), float(keys.nbytes + values.nbytes)),

@@ -10,7 +10,7 @@ import numpy as np
 
 from veloxfn import cam, draws
 from veloxfn.base import Retention
-from veloxfn.testing.oracle.rows import MARGIN, Row, Token, Vector
+from veloxfn.testing.oracle.rows import Row, Token, Vector
 
 __all__ = ["dispose"]
 
@@ -28,13 +28,13 @@ class _Gift:
     doubtful: bool  # whether it is given at all, or to this target, hangs on rounding
 
 
-def dispose(config: Retention, row: Row, losers: list[Token], survivors: list[Token]) -> None:
+def dispose(config: Retention, row: Row, losers: list[Token], survivors: list[Token], margin: float) -> None:
     """Merge the losers of one eviction into the survivors, all at once, where the config says so."""
     for token in survivors:
         token.merged, token.allowance = 0.0, 0.0
     if not isinstance(config, cam.Config) or config.merge == "off":
         return
-    gifts = [gift for loser in losers for gift in _gifts(config, row, loser, survivors)]
+    gifts = [gift for loser in losers for gift in _gifts(config, row, loser, survivors, margin)]
     merged = {}
     for token in survivors:
         if received := [gift for gift in gifts if gift.target is token]:
@@ -64,13 +64,15 @@ def _merged(gifts: list[_Gift], token: Token, config: cam.Config) -> tuple[Vecto
     return value, key, size, 2 * size * sum(gift.spread for gift in gifts) / total
 
 
-def _gifts(config: cam.Config, row: Row, loser: Token, survivors: list[Token]) -> list[_Gift]:
+def _gifts(config: cam.Config, row: Row, loser: Token, survivors: list[Token], margin: float) -> list[_Gift]:
     targets, tied = _targets(config, loser, survivors)
     if not targets and not tied:
         return []
     if tied:
-        return [_Gift(loser, target, 0.0, 0.0, True) for target in tied if any(_gate(config, row, loser, [target]))]
-    opens, near = _gate(config, row, loser, targets)
+        return [
+            _Gift(loser, target, 0.0, 0.0, True) for target in tied if any(_gate(config, row, loser, [target], margin))
+        ]
+    opens, near = _gate(config, row, loser, targets, margin)
     if not opens and not near:
         return []
     gifts = []
@@ -105,7 +107,7 @@ def _cosine(one: Token, other: Token) -> float:
     return float(one.key @ other.key) / length if length > 0 else math.nan
 
 
-def _gate(config: cam.Config, row: Row, loser: Token, targets: list[Token]) -> tuple[bool, bool]:
+def _gate(config: cam.Config, row: Row, loser: Token, targets: list[Token], margin: float) -> tuple[bool, bool]:
     """Whether the loser is merged, and whether rounding decides about it."""
     if not config.gate:
         return True, False
@@ -114,5 +116,5 @@ def _gate(config: cam.Config, row: Row, loser: Token, targets: list[Token]) -> t
         return False, False
     chance = min(1.0, max(0.0, loser.mass / mean)) if mean > 0 else float(loser.mass > 0)
     place = mx.array([[loser.position]], mx.int32)
-    draw = float(draws.uniform(config.seed, mx.array([row.stream], mx.uint32), place).item())
-    return draw < chance, abs(draw - chance) <= 10 * MARGIN
+    draw = float(np.array(draws.uniform(config.seed, mx.array([row.stream], mx.uint32), place)).item())
+    return draw < chance, abs(draw - chance) <= 10 * margin

@@ -87,12 +87,19 @@ class Oracle:
         rows: N.
         score: importance of a third party's method.
         names: the rows' noise streams; 0 .. N-1 where none are given.
+        margin: relative error of the library's importance that is put down to rounding.
     """
 
     def __init__(
-        self, config: Retention, rows: int, score: Score | None = None, names: Iterable[int] | None = None
+        self,
+        config: Retention,
+        rows: int,
+        score: Score | None = None,
+        names: Iterable[int] | None = None,
+        margin: float = MARGIN,
     ) -> None:
         """Start with empty rows."""
+        self.margin = margin
         self.config = config
         self.score = score or SCORES[type(config)]
         self.rows = [Row(stream=int(name)) for name in (range(rows) if names is None else names)]
@@ -126,7 +133,7 @@ class Oracle:
             staying = set(positions)
             survivors = [token for token in row.tokens if token.position in staying]
             losers = [token for token in row.tokens if token.position not in staying]
-            dispose(self.config, row, losers, survivors)
+            dispose(self.config, row, losers, survivors, self.margin)
             row.tokens = survivors
 
 
