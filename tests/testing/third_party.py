@@ -60,7 +60,7 @@ def _init(config, rows, key_dim, value_dim=None, *, dtype=mx.float16, streams=No
     room, none = config.budget + 1, mx.zeros((rows, 0), dtype=mx.int32)
     names = mx.arange(rows, dtype=mx.uint32) if streams is None else streams
     keys, values = (mx.zeros((rows, room, dim), dtype=dtype) for dim in (key_dim, value_dim or key_dim))
-    return FifoState(Slots(keys, values, none, none, mx.zeros((rows,), dtype=mx.int32), names))
+    return FifoState(Slots(keys, values, none, none, mx.zeros((rows,), dtype=mx.int32), names, none))
 
 
 def _absorb(config, state, keys, values, *, valid=None):
@@ -92,7 +92,14 @@ def _absorb(config, state, keys, values, *, valid=None):
     positions = mx.concatenate([mx.take_along_axis(slots.positions, index, axis=1), fresh], axis=1)
     places = mx.broadcast_to(mx.arange(length, length + count, dtype=mx.int32), fresh.shape)
     return FifoState(
-        Slots(*joined, positions, mx.where(counted, places, -1), slots.seen + counted.sum(axis=1), slots.streams)
+        Slots(
+            *joined,
+            positions,
+            mx.where(counted, places, -1),
+            slots.seen + counted.sum(axis=1),
+            slots.streams,
+            slots.rotations,
+        )
     )
 
 

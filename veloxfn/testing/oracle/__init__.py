@@ -9,7 +9,7 @@ Matrix products round differently by block shape, so a library's choice is accep
 """
 
 from veloxfn.testing.oracle.budgets import dealt
-from veloxfn.testing.oracle.rows import MARGIN, Row, Token, Vector, turned
+from veloxfn.testing.oracle.rows import MARGIN, Row, Token, Vector, softmax, turned
 from veloxfn.testing.oracle.scores import (
     SCORES,
     Score,
@@ -43,6 +43,7 @@ __all__ = [
     "score_snapkv",
     "score_streaming_llm",
     "score_tova",
+    "softmax",
     "temperature",
     "turned",
 ]
