@@ -111,7 +111,8 @@ def ranks(slots: Slots) -> mx.array:
     rows, length = slots.positions.shape
     order = mx.argsort(slots.positions, axis=1)
     place = mx.broadcast_to(mx.arange(length, dtype=mx.int32), (rows, length))
-    return mx.put_along_axis(mx.zeros_like(place), order, place, axis=1) - (length - live_count(slots)[:, None])
+    free = (slots.positions < 0).sum(axis=1, keepdims=True).astype(mx.int32)
+    return mx.put_along_axis(mx.zeros_like(place), order, place, axis=1) - free
 
 
 def seen_keys(placement: Placement, slots: Slots) -> mx.array:
