@@ -5,9 +5,9 @@
 Made-up streams, one per row. Every query before the burst gives a weight of about 1 to each ordinary token, of 20 to
 budget / 8 heavy ones and `early` to one token planted at position budget / 4; the last 32 queries, the burst, look for
 the planted token and give it about four fifths of their attention over the full cache. Regimes: "late riser" (early =
-0.1) and "stable" (early = 20, heavy from the start). Reported: the share of rows that hold the planted token when the
-burst begins, the error of the attention output against the full cache in the burst and in the 32 steps before it, and
-bytes.
+0.1) and "stable" (early = 20, heavy from the start). Reported: the share of rows that hold the planted token after
+budget / 2 evictions and when the burst begins, the error of the attention output against the full cache in the burst and
+in the 32 steps before it, and bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ COLUMNS = (
     "tokens",
     "budget",
     "method",
-    "survival (95 %)",
+    "held after budget / 2 evictions",
+    "held at the burst (95 %)",
     "error before the burst",
     "error in the burst",
     "bytes per row",
@@ -83,13 +84,19 @@ class Cell(NamedTuple):
     regime: str
     method: str
     rows: int
-    survived: int
+    survived_early: int  # held after budget / 2 evictions
+    survived: int  # held when the burst begins
     error_before: float  # mean over rows of |y - full| / |full| in the 32 steps before the burst
     error_before_deviation: float  # of that mean
     error: float  # the same in the burst
     error_deviation: float
     kept_bytes: int
     full_bytes: int
+
+    @property
+    def early_survival(self) -> reporting.Interval:
+        """Share of rows that hold the planted token after budget / 2 evictions."""
+        return reporting.wilson(self.survived_early, self.rows)
 
     @property
     def survival(self) -> reporting.Interval:
@@ -168,10 +175,11 @@ def run(policy: Policy[Any], streams: Streams, setting: Setting, method: str) ->
     evidence = {"queries": first.queries[:, None]} if policy.config.needs_queries else {}
     state = policy.init_state(rows, DIM, dtype=mx.float32)
     state = policy.update_batched(state, first.keys, first.values, **evidence)
-    step, outputs, held = _stepper(policy), [], mx.zeros(rows, mx.bool_)
+    step, outputs, held = _stepper(policy), [], {}
+    early, late = setting.budget * 3 // 2, setting.tokens - BURST
     for place in range(setting.budget, setting.tokens):
-        if place == setting.tokens - BURST:
-            held = (veloxfn.kept_positions(state) == setting.planted).any(axis=1)
+        if place in (early, late):
+            held[place] = int((veloxfn.kept_positions(state) == setting.planted).any(axis=1).sum().item())
         state, output = step(state, part(place, place + 1))
         mx.eval(state, output)
         outputs.append(output)
@@ -187,7 +195,8 @@ def run(policy: Policy[Any], streams: Streams, setting: Setting, method: str) ->
         setting.regime,
         method,
         rows,
-        survived=int(held.sum().item()),
+        survived_early=held[early],
+        survived=held[late],
         error_before=before,
         error_before_deviation=deviation_before,
         error=during,
@@ -215,13 +224,22 @@ def line(cell: Cell) -> str:
             (cell.error, cell.error_deviation),
         )
     ]
-    return reporting.row(cell.regime, cell.tokens, cell.budget, cell.method, cell.survival, *errors, size)
+    return reporting.row(
+        cell.regime, cell.tokens, cell.budget, cell.method, cell.early_survival, cell.survival, *errors, size
+    )
 
 
 def report(cells: list[Cell]) -> dict[str, Any]:
     """Everything measured, for the JSON file."""
     constants = {"dim": DIM, "burst": BURST, "sink": SINK, "heavy": HEAVY, "early": EARLY, "share": SHARE}
-    told = [{**cell._asdict(), "survival": cell.survival._asdict()} for cell in cells]
+    told = [
+        {
+            **cell._asdict(),
+            "early_survival": cell.early_survival._asdict(),
+            "survival": cell.survival._asdict(),
+        }
+        for cell in cells
+    ]
     return {"setting": constants, "cells": told}
 
 
@@ -234,12 +252,13 @@ def plot(cells: list[Cell], path: Path) -> None:
         shown = [cell for cell in cells if (cell.regime, cell.tokens, cell.budget) == (regime, *size)]
         for place, cell in enumerate(reversed(shown)):
             rate, low, high = cell.survival
-            panel.barh(place, rate, color="#9bb8d3")
+            panel.barh(place, cell.early_survival.value, color="#dce7f0")
+            panel.barh(place, rate, color="#7fa3c4")
             panel.plot([low, high], [place, place], color="#1f3b57", linewidth=2)
         panel.set_yticks(range(len(shown)), [cell.method for cell in reversed(shown)])
         panel.set_xlim(0, 1.02)
         panel.set_title(f"{regime}: {size[0]} tokens, budget {size[1]}", fontsize=9)
-    drawn.supxlabel("rows that hold the planted token (line: 95 %)", fontsize=9)
+    drawn.supxlabel("rows that hold the planted token: pale after budget / 2 evictions, dark at the burst", fontsize=9)
     reporting.save(drawn, path)
 
 

@@ -203,9 +203,11 @@ def predictions(
         yield logits
 
 
-def check_graph(graph: Graph) -> None:
-    """Raise RuntimeError if the graph of full chunks, or what a token leaves behind, grew on the way."""
-    if max(graph.chunk[2:], default=0) > max(graph.chunk[1:3], default=0):
+def check_graph(graph: Graph, plan: Plan) -> None:
+    """Raise RuntimeError if the graph of chunks at full budget, or what a token leaves behind, grew on the way."""
+    filling = -(-plan.budget // plan.chunk) + 1  # the eviction that follows a chunk is part of the next one
+    settled = graph.chunk[filling:]
+    if settled and max(settled) > settled[0]:
         raise RuntimeError(f"the graph of a chunk grows: {graph.chunk} primitives")
     if max(graph.pending) > max(graph.pending[:4]):
         raise RuntimeError(f"tokens leave a growing graph behind: {graph.pending} primitives")
@@ -234,7 +236,7 @@ def evaluate(
         evicted = list(predictions(model, tokens, caches, plan, graph))
         _check_eviction(caches, plan)
         if graph is not None:
-            check_graph(graph)
+            check_graph(graph, plan)
         yield _result(method, names, tokens, full, evicted, plan, start)._replace(graph=graph)
 
 

@@ -73,6 +73,7 @@ def test_every_method_holds_the_same_bytes(cells):
     for cell in cells.values():
         assert cell["kept_bytes"] == 32 * 2 * late_riser.DIM * 4
         assert cell["full_bytes"] == 256 * 2 * late_riser.DIM * 4
+        assert cell["survived"] <= cell["survived_early"]
         assert cell["survival"]["low"] <= cell["survival"]["value"] <= cell["survival"]["high"]
 
 
