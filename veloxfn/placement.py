@@ -221,7 +221,8 @@ def _sine_cosine(start: mx.array, to: mx.array, inverse: mx.array, scale: mx.arr
     if on_gpu():
         return mx.sin(angle), mx.cos(angle)
     # MLX's CPU back end calls the scalar functions, 16 ns per element each; multiplications and additions take 4 ns for
-    # both. Reduced by multiples of pi in three parts; errors below 2e-7 for |angle| < 1e5.
+    # both. Reduced by multiples of pi in three parts: errors of 1.3e-7 up to 1e4 rad, and beyond no larger than the
+    # rounding of the angle.
     shifted = angle * 0.3183098861837907 + 12582912.0  # 1.5 * 2**23: the nearest integer is in the low bits
     turns = shifted - 12582912.0
     x = ((angle - turns * 3.140625) - turns * 9.67502593994140625e-4) - turns * 1.509957990e-7

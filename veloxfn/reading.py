@@ -67,6 +67,7 @@ def next_position(config: Retention, state: State) -> mx.array:
 
     The tokens seen, or under `Contiguous` the tokens kept, those of a block that awaits eviction up to the budget.
     """
-    if isinstance(config.placement, Contiguous):
-        return mx.minimum(live_count(state.slots), config.budget)
-    return state.slots.seen
+    if not isinstance(config.placement, Contiguous):
+        return state.slots.seen
+    live = live_count(state.slots)
+    return mx.minimum(live, config.budget) if state.slots.arrived.shape[1] else live
