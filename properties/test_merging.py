@@ -76,13 +76,14 @@ def test_merging_changes_values(settings: dict, budget: int) -> None:
 def test_gate_opens_as_often_as_it_says(seed: int, target_count: int) -> None:
     stream = normal_stream(seed, rows=1, tokens=6, key_dim=4)
     config = cam.Config(budget=5, sink=0, recent=2, target_count=target_count, seed=seed)
-    laws.law_gate_opens_as_often_as_it_says(stream.keys[0], stream.queries[0, 0], config)
+    laws.law_gate_opens_as_often_as_it_says(stream.keys[0], stream.queries[0, 0], cam.policy(config))
 
 
 def test_gate_is_open_above_the_mean_and_shut_without_mass() -> None:
     """Mass above the targets' mean: always. Mass 0 (a key that holds NaN): never, without a gate too if by nearness."""
     keys, queries = np.array([[2.0], [1.0], [-2.0]], dtype=np.float32), np.ones((3, 1), dtype=np.float32)
-    laws.law_gate_opens_as_often_as_it_says(keys, queries, cam.Config(budget=2, sink=0, recent=1), rows=200)
+    config = cam.Config(budget=2, sink=0, recent=1)
+    laws.law_gate_opens_as_often_as_it_says(keys, queries, cam.policy(config), rows=200)
     stream = normal_stream(0, rows=50, tokens=5, blocks=(5,))
     keys = stream.keys.copy()
     keys[:, 1] = np.nan

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from suspects import ARGUMENTS, SUSPECTS
+from suspects import ARGUMENTS, OWN_STREAMS, SUSPECTS
+from suspects_methods import merges_rightly, pools_rightly
 
+import veloxfn
 from veloxfn.testing import check, laws
 from veloxfn.testing.checking import sample_streams
 from veloxfn.testing.subjects import load_subject
@@ -24,6 +26,9 @@ def test_the_named_law_catches_it(name: str) -> None:
     law = getattr(laws, law_name)
 
     def obey() -> None:
+        if law_name in OWN_STREAMS:
+            OWN_STREAMS[law_name](policy)
+            return
         if law in laws.STANDALONE:
             law(policy, claims=claims)
             return
@@ -34,6 +39,19 @@ def test_the_named_law_catches_it(name: str) -> None:
     with pytest.raises(AssertionError) as caught:
         obey()
     assert len(str(caught.value)) > 30, f"the message must say what is wrong, found {caught.value}"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, law) in SUSPECTS.items() if law in OWN_STREAMS])
+def test_the_method_itself_obeys(name: str) -> None:
+    """What the suspects of a method's own laws pretend to be passes them."""
+    claimed = load_subject(f"suspects:{name}").make(8)
+    OWN_STREAMS[SUSPECTS[name][1]](veloxfn.policy(claimed.config))
+
+
+@pytest.mark.parametrize("factory", [merges_rightly, pools_rightly])
+def test_the_suspects_code_is_right_without_the_fault(factory) -> None:
+    for stream in sample_streams(8):
+        laws.law_follows_the_oracle(factory(8), stream)
 
 
 @pytest.mark.parametrize("name", SUSPECTS)

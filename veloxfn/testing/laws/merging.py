@@ -77,16 +77,17 @@ def law_merging_changes_values(policy: AnyPolicy, *, seed: int = 0, claims: Clai
         )
 
 
-def law_gate_opens_as_often_as_it_says(keys: Floats, queries: Floats, config: cam.Config, rows: int = 2000) -> None:
+def law_gate_opens_as_often_as_it_says(keys: Floats, queries: Floats, policy: AnyPolicy, rows: int = 2000) -> None:
     """Over `rows` noise streams, the first loser is merged with probability clamp(mass / mean target mass, 0, 1).
 
     Args:
         keys: [T, D] of one row, T = budget + 1.
         queries: [T, D].
-        config: targets="window" with the gate.
+        policy: CaM with targets="window" and the gate.
         rows: noise streams; the frequency may be off by five standard deviations.
     """
-    tokens = len(keys)
+    tokens, config = len(keys), policy.config
+    assert isinstance(config, cam.Config)
     assert tokens == config.budget + 1
     assert config.gate
     assert config.targets == "window"
@@ -108,7 +109,7 @@ def law_gate_opens_as_often_as_it_says(keys: Floats, queries: Floats, config: ca
         valid=np.ones((rows, tokens), dtype=np.bool_),
         blocks=(tokens,),
     )
-    after = run(cam.policy(config), stream)
+    after = run(policy, stream)
     assert all(found.tolist() == verdict.survivors for found in live_positions(after))
     live = np.array(after.slots.positions) >= 0
     given = np.where(live[..., None], floats(after.slots.values)[:, : live.shape[1]], 0.0)
