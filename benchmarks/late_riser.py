@@ -6,8 +6,8 @@ Made-up streams, one per row. Every query before the burst gives a weight of abo
 budget / 8 heavy ones and `early` to one token planted at position budget / 4; the last 32 queries, the burst, look for
 the planted token and give it about four fifths of their attention over the full cache. Regimes: "late riser" (early =
 0.1) and "stable" (early = 20, heavy from the start). Reported: the share of rows that hold the planted token after
-budget / 2 evictions and when the burst begins, the error of the attention output against the full cache in the burst and
-in the 32 steps before it, and bytes.
+budget / 2 evictions and when the burst begins, the error of the attention output against the full cache in the burst
+and in the 32 steps before it, and bytes.
 """
 
 from __future__ import annotations
