@@ -258,7 +258,8 @@ def plot(cells: list[Cell], path: Path) -> None:
         panel.set_yticks(range(len(shown)), [cell.method for cell in reversed(shown)])
         panel.set_xlim(0, 1.02)
         panel.set_title(f"{regime}: {size[0]} tokens, budget {size[1]}", fontsize=9)
-    drawn.supxlabel("rows that hold the planted token: pale after budget / 2 evictions, dark at the burst", fontsize=9)
+    caption = "rows that hold the planted token:\npale after budget / 2 evictions, dark at the burst (95 %)"
+    drawn.supxlabel(caption, fontsize=9)
     reporting.save(drawn, path)
 
 

@@ -280,11 +280,15 @@ def plot(results: list[Result], plan: Plan, path: Path) -> None:
     drawn, ((axes,),) = reporting.figure(1, 1, width=7.5, height=4)
     places = [(index + 0.5) * plan.length for index in range(plan.stretches)]
     for result in results:
-        axes.plot(places, result.perplexity, "k--" if result.method == FULL_CACHE else "-", label=result.method)
+        absolute = result.method == FULL_CACHE or "absolute" in result.method
+        axes.plot(
+            places, result.perplexity, "--" if absolute else "-", label=result.method, zorder=3 if absolute else 2
+        )
     axes.axvline(plan.length, color="#b04a3a", linewidth=1)
     axes.set_xlabel("bytes read (red: trained length)")
     axes.set_ylabel("perplexity per byte")
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(fontsize=8)
     reporting.save(drawn, path)
 
