@@ -14,7 +14,7 @@ from veloxfn.slots import take_back
 from veloxfn_mlx_adapter import capture, observed, portable, stepping
 from veloxfn_mlx_adapter.diagnostics import Diagnosed
 
-__all__ = ["EvictingCache"]
+__all__ = ["EvictingCache", "policy_of"]
 
 
 class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnosed):  # type: ignore[misc]
@@ -229,7 +229,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         record, held = portable.record_of(arrays[0]), list(arrays[1:])
         bound: Policy[Any] | None = getattr(self, "_policy", None)
         same = bound is not None and portable.written(bound.config) == record["config"]
-        policy = bound if bound is not None and same else _policy_of(portable.config_of(record["config"]))
+        policy = bound if bound is not None and same else policy_of(portable.config_of(record["config"]))
         self._queries = held.pop() if record["queries"] else None
         self._state = portable.state_of(policy, held)
         self._policy, self._layer, self._owner = policy, record["layer"], record["owner"]
@@ -336,8 +336,8 @@ def _with_keys_tied(state: Any, other: mx.array) -> Any:
 
 
 @lru_cache(maxsize=128)
-def _policy_of(config: Retention) -> Policy[Any]:
-    """One Policy per config, so that the layers of a loaded cache share one compiled step."""
+def policy_of(config: Retention) -> Policy[Any]:
+    """One Policy per config, so that layers with equal settings share one compiled step."""
     return veloxfn.policy(config)
 
 

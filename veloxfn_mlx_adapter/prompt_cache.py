@@ -8,10 +8,9 @@ from typing import Any, cast
 
 from mlx_lm.models import cache as mlx_lm_cache
 
-import veloxfn
 from veloxfn import Contiguous, Policy, Retention, pyramidkv
 from veloxfn_mlx_adapter import capture, ropes
-from veloxfn_mlx_adapter.cache import EvictingCache
+from veloxfn_mlx_adapter.cache import EvictingCache, policy_of
 from veloxfn_mlx_adapter.diagnostics import method_name
 
 __all__ = ["make_prompt_cache"]
@@ -58,7 +57,7 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
         if is_full
     }
     with capture.query_capture(model):
-        probes = _placed(model, policies, wanted)
+        probes = _placed(model, caches, policies, wanted)
         for i in wanted:
             chosen = cast(Policy[Any], policies[i])
             if len(budgets) > 1 and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
@@ -86,10 +85,12 @@ def _spread(policy: Any, full: list[bool]) -> Any:
     if policy.config.layers != layers:
         raise ValueError(f"pyramidkv's layers must be those that evict, {layers}, got layers={policy.config.layers}")
     configs = iter(pyramidkv.layer_configs(policy.config))
-    return [veloxfn.policy(next(configs)) if is_full else None for is_full in full]
+    return [policy_of(next(configs)) if is_full else None for is_full in full]
 
 
-def _placed(model: Any, policies: list[Policy[Any] | None], wanted: list[int]) -> dict[int, ropes.LayerProbe]:
+def _placed(
+    model: Any, caches: list[Any], policies: list[Policy[Any] | None], wanted: list[int]
+) -> dict[int, ropes.LayerProbe]:
     """Check each `Contiguous` policy against its layer; in place of that of a layer without positions, one for it."""
     chosen = {i: cast(Policy[Any], policies[i]) for i in wanted}
     turned = [i for i in wanted if isinstance(chosen[i].config.placement, Contiguous)]
@@ -98,9 +99,12 @@ def _placed(model: Any, policies: list[Policy[Any] | None], wanted: list[int]) -
     owner = f"{type(model).__module__}.{type(model).__name__}"
     if len(list(getattr(model, "layers", []))) != len(policies):
         raise ValueError(f"placement=Contiguous needs one cache per layer of {owner}, got {len(policies)} caches")
-    probes = ropes.probed(model, turned)
-    rotating = [i for i in turned if probes[i].rotates()]
-    if not rotating:
+    kinds = (mlx_lm_cache.KVCache, mlx_lm_cache.RotatingKVCache)
+    probes = ropes.probed(model, [i for i, cache in enumerate(caches) if type(cache) in kinds])
+    rotating = [i for i, probe in probes.items() if probe.rotates()]
+    for i in turned:
+        ropes.refuse_latent(model, probes[i])
+    if not set(turned) & set(rotating):
         raise ValueError(
             f"placement=Contiguous is for rotary embeddings: the evicting layers of {owner} do not rotate their keys"
         )
@@ -116,8 +120,8 @@ def _placed(model: Any, policies: list[Policy[Any] | None], wanted: list[int]) -
                 f"cannot tell the tokens of the block from the place of the next one; use placement=Absolute()"
             )
     unasked = [i for i in rotating if not probes[i].asks]
-    offsets = {(chosen[i].config.budget if i in turned else None) for i in wanted}
-    if unasked and (len(offsets) > 1 or len(wanted) < len(policies)):
+    offsets = {(chosen[i].config.budget if i in turned else None) for i in probes}
+    if unasked and len(offsets) > 1:
         raise ValueError(
             f"layers {unasked} of {owner} are rotated at the offset of another layer's cache: with "
             f"placement=Contiguous all layers must share one budget, and none keep the model's own cache"
@@ -129,7 +133,7 @@ def _without_positions(policy: Policy[Any], layer: int, owner: str) -> Policy[An
     """The same policy, turning nothing."""
     config = dataclasses.replace(policy.config, placement=Contiguous(ropes.STILL))
     try:
-        return veloxfn.policy(config)
+        return policy_of(config)
     except TypeError:
         raise ValueError(
             f"layer {layer} of {owner} does not rotate its keys: give it {policy.config!r} with "

@@ -15,7 +15,7 @@ from veloxfn import checks
 from veloxfn.placement import Rope, rotate
 from veloxfn_mlx_adapter import capture
 
-__all__ = ["STILL", "LayerProbe", "probed", "refuse", "rope_of"]
+__all__ = ["STILL", "LayerProbe", "probed", "refuse", "refuse_latent", "rope_of"]
 
 nn: Any = mlx.nn  # without types
 
@@ -203,18 +203,26 @@ def probed(model: Any, layers: Sequence[int]) -> dict[int, LayerProbe]:
     return probes
 
 
-def refuse(model: Any, probe: LayerProbe, rope: Rope) -> None:
-    """Raise unless the keys of a layer that rotates them can be turned with `rope`.
+def refuse_latent(model: Any, probe: LayerProbe) -> None:
+    """Raise if a layer caches more than keys that depend on the position.
 
     Raises:
-        ValueError: the layer rotates otherwise, or caches what cannot be turned.
+        ValueError: its values do, so its keys are latent, its values rotated, or its positions learned.
     """
-    name = _name(model, probe.layer)
     if probe.latent():
         raise ValueError(
-            f"what {name} caches as values depends on the position (latent keys, rotated values or learned positions), "
-            f"which cannot be turned; use placement=Absolute()"
+            f"what {_name(model, probe.layer)} caches as values depends on the position (latent keys, rotated values "
+            f"or learned positions), which cannot be turned; use placement=Absolute()"
         )
+
+
+def refuse(model: Any, probe: LayerProbe, rope: Rope) -> None:
+    """Raise unless the keys of a layer that rotates them turn as `rope`.
+
+    Raises:
+        ValueError: the layer rotates otherwise.
+    """
+    name = _name(model, probe.layer)
     modules = _modules(list(model.layers)[probe.layer])
     for module in modules:
         if _depends_on_length(module):
