@@ -49,7 +49,7 @@ class Plan(NamedTuple):
         return self.length * self.stretches
 
 
-FULL, QUICK = Plan(), Plan(length=64, budget=48, stretches=8, layers=2, steps=150)
+FULL, QUICK = Plan(), Plan(length=32, budget=24, layers=2, steps=400)
 
 
 class Attention(nn.Module):
@@ -294,7 +294,7 @@ def plot(results: list[Result], plan: Plan, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = reporting.parser(__doc__, quick="trained length 64, 2 layers, 150 steps, 512 bytes")
+    parser = reporting.parser(__doc__, quick="trained length 32, 2 layers, 400 steps, 512 bytes")
     parser.add_argument("--steps", type=int, help="training steps")
     options = parser.parse_args(arguments)
     plan = QUICK if options.quick else FULL

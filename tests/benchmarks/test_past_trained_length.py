@@ -71,6 +71,18 @@ def test_figures_are_finite_and_json(trained):
     assert positions[bench.FULL_CACHE] == TINY.read - 1
 
 
+def test_contiguous_sinks_stay_flat_where_the_full_cache_degrades(tmp_path):
+    """Quick mode: trained on 32 bytes, read to 512."""
+    bench.main(["--quick", "--json", str(tmp_path / "figures.json")])
+    told = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    ratio = {entry["method"]: entry["late"] / entry["perplexity"][0] for entry in told["results"]}
+    last = {entry["method"]: entry["perplexity"][-1] for entry in told["results"]}
+    assert ratio[bench.FULL_CACHE] > 1.5
+    for method in ("streaming_llm, contiguous", "h2o, contiguous"):
+        assert ratio[method] < 1.1
+        assert last[method] < last["streaming_llm, absolute"] < last[bench.FULL_CACHE]
+
+
 def test_perplexity_by_hand():
     result = bench.Result("x", [[0.0, math.log(4), math.log(2)], [math.log(9), 0.0, math.log(2)]], 3)
     assert result.perplexity == pytest.approx([3.0, 2.0, 2.0])
