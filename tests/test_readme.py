@@ -16,8 +16,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
 
 def test_the_samples_run_in_order():
     pytest.importorskip("mlx_lm")
-    assert len(BLOCKS) == 4
-    for code in (BLOCKS[0] + BLOCKS[1], BLOCKS[2]):  # the first two belong together
+    assert len(BLOCKS) == 5
+    for code in (BLOCKS[0] + BLOCKS[1], BLOCKS[2], BLOCKS[3]):  # the first two belong together
         exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
 
 
@@ -26,7 +26,7 @@ def test_the_decoder_sample_is_twelve_lines():
 
 
 def test_the_sample_method_passes_the_laws(tmp_path):
-    (tmp_path / "value_norm.py").write_text(BLOCKS[3])
+    (tmp_path / "value_norm.py").write_text(BLOCKS[4])
     properties = README.parent / "properties"
     command = [sys.executable, "-m", "pytest", "-q", str(properties), "--policy", "value_norm:policy", "-x"]
     command += ["-p", "no:cacheprovider", "-c", str(README.parent / "pyproject.toml")]
@@ -44,4 +44,22 @@ def test_every_method_has_a_row():
     import veloxfn
 
     for name in veloxfn.METHODS:
-        assert f"| `{name}` |" in TEXT
+        assert f"| [`{name}`](https://" in TEXT
+
+
+def test_every_cell_of_the_table_of_proofs_names_a_test_that_exists():
+    import veloxfn
+
+    table = [
+        [cell.strip() for cell in line.strip("|\n").split("|")]
+        for line in (README.parent / "tests" / "README.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    assert {row[0].strip("`") for row in table} == set(veloxfn.METHODS)
+    for method, *cells in table:
+        assert len(cells) == 6
+        for cell in cells:
+            named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", cell)
+            assert named, f"{method} has a cell without a test"
+            for path, test in named:
+                assert f"def {test}(" in (README.parent / path).read_text(), f"{path} has no {test}"
