@@ -278,11 +278,11 @@ def test_survivors_are_seen_at_their_ranks() -> None:
 
 
 def test_budgets_dealt_by_hand() -> None:
-    """Shares 8 and 4 over a floor of 1, and three layers of a taper whose last share is negative."""
+    """Shares 8 and 4 over a floor of 1; a taper's shares 9, 3, -3 become 6.75, 2.25, 0."""
     assert dealt(2, 7, 1, beta=1.5) == [9, 5]
     assert dealt(3, 5, 1, beta=1) == [5, 5, 5]
     assert dealt(1, 9, 2, taper=1.75) == [9]
-    assert dealt(3, 4, 1, taper=3) == [7, 4, 1]
+    assert dealt(3, 4, 1, taper=3) == [8, 3, 1]
 
 
 @pytest.mark.parametrize(
