@@ -24,7 +24,7 @@ import random_eviction
 import reporting
 
 import veloxfn
-from veloxfn import Policy, h2o, keyformer
+from veloxfn import Policy, cam, h2o, keyformer, knorm, snapkv, streaming_llm, tova
 
 DIM, BURST, SINK = 32, 32, 4
 HEAVY = 20.0  # weight of a heavy token before the burst; ordinary tokens have about 1
@@ -63,9 +63,9 @@ class Setting(NamedTuple):
 
     @property
     def heavy(self) -> list[int]:
-        """Positions of the heavy tokens: spread over the older half of the stream, behind the planted one."""
-        count = self.budget // 8
-        return [self.planted + 1 + i * (self.tokens // 2 - self.planted) // count for i in range(count)]
+        """Positions of the heavy tokens: spread over the older half of the stream, well behind the planted one."""
+        count, first = self.budget // 8, self.planted + 8  # further away than SnapKV pools
+        return [first + i * (self.tokens // 2 - first) // count for i in range(count)]
 
 
 class Streams(NamedTuple):
@@ -133,7 +133,8 @@ def make_streams(setting: Setting, rows: int, *, seed: int = 0) -> Streams:
 
 def methods(setting: Setting) -> dict[str, Policy[Any]]:
     """The methods by name, all with the same budget, sinks and recent window."""
-    shared = {"budget": setting.budget, "sink": SINK, "recent": setting.recent}
+    sizes = {"budget": setting.budget, "sink": SINK}
+    shared = {**sizes, "recent": setting.recent}
 
     def noisy(noise: str, tau: float) -> Policy[Any]:
         return veloxfn.policy(keyformer.Config(**shared, noise=noise, tau=tau))
@@ -141,8 +142,15 @@ def methods(setting: Setting) -> dict[str, Policy[Any]]:
     return {
         "h2o": veloxfn.policy(h2o.Config(**shared)),
         **{f"additive, tau {tau:g}": noisy("additive", tau) for tau in TAUS},
-        # Here a logit is divided by tau, which alone makes weights more equal: "none" is that without noise.
-        **{f"{noise}, tau {tau:g}": noisy(noise, tau) for noise in ("logit", "none") for tau in TAUS if tau > 0},
+        **{f"logit, tau {tau:g}": noisy("logit", tau) for tau in TAUS if tau > 0},  # a logit is divided by tau
+        # Dividing by tau alone makes weights more equal: that without noise.
+        **{f"none, tau {tau:g}": noisy("none", tau) for tau in TAUS if tau > 0},
+        "logit, tau 1 to 2": veloxfn.policy(keyformer.Config(**shared)),
+        "cam": veloxfn.policy(cam.Config(**shared)),
+        "tova": veloxfn.policy(tova.Config(**shared)),
+        "snapkv": veloxfn.policy(snapkv.Config(**sizes, window=setting.recent)),
+        "knorm": veloxfn.policy(knorm.Config(**shared)),
+        "streaming_llm": veloxfn.policy(streaming_llm.Config(**sizes)),
         "random": random_eviction.policy(random_eviction.Config(**shared)),
     }
 

@@ -64,6 +64,13 @@ def test_noise_does_not_help_the_stable_token(cells):
     assert all(cell["survived"] <= greedy for (regime, _), cell in cells.items() if regime == "stable")
 
 
+def test_what_ranks_without_noise_does_as_it_must(cells):
+    for method in ("cam", "tova", "snapkv", "streaming_llm"):
+        assert cells["late riser", method]["survived"] == 0
+    assert cells["stable", "streaming_llm"]["survived"] == 0  # it is old, whatever it reads
+    assert cells["stable", "tova"]["survived"] == cells["stable", "tova"]["rows"]
+
+
 def test_who_holds_the_planted_token_answers_the_burst(cells):
     lost, held = cells["late riser", "h2o"], cells["stable", "h2o"]
     assert lost["error"] > 0.9 > 0.4 > held["error"]
