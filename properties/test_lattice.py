@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import cam, h2o, keyformer, knorm, snapkv, streaming_llm, tova
 from veloxfn.testing import laws, normal_stream, uniform_stream
 from veloxfn.testing.drive import live_positions, run
 from veloxfn.testing.strategies import groupings, streams
@@ -68,7 +68,13 @@ def test_retire_ranks_edge_cases(importance: list[float], size: int) -> None:
 @given(data=st.data())
 def test_mass_counts_queries(data: st.DataObject) -> None:
     budget = data.draw(st.integers(2, 20))
-    policy = h2o.policy(h2o.Config(budget=budget, sink=0, cadence=data.draw(st.sampled_from(["block", "token"]))))
+    cadence = data.draw(st.sampled_from(["block", "token"]))
+    module, settings = data.draw(
+        st.sampled_from(
+            [(h2o, {}), (cam, {}), (keyformer, {"noise": "additive"}), (keyformer, {}), (keyformer, {"tau": 0.1})]
+        )
+    )
+    policy = module.policy(module.Config(budget=budget, sink=0, cadence=cadence, **settings))
     stream = data.draw(streams(budget=budget, max_tokens=budget, padded=data.draw(st.booleans())))
     laws.law_mass_counts_queries(policy, stream)
 
@@ -87,7 +93,19 @@ def test_mass_ignores_grouping_below_budget(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_common_key_shift_changes_nothing(data: st.DataObject) -> None:
     budget = data.draw(BUDGETS)
-    policy = h2o.policy(h2o.Config(budget=budget, sink=0))
+    module, settings = data.draw(
+        st.sampled_from(
+            [
+                (h2o, {}),
+                (cam, {}),
+                (keyformer, {}),
+                (keyformer, {"noise": "additive"}),
+                (tova, {}),
+                (snapkv, {"kernel": 3}),
+            ]
+        )
+    )
+    policy = module.policy(module.Config(budget=budget, sink=0, **settings))
     stream = data.draw(streams(budget=budget))
     laws.law_common_key_shift_changes_nothing(policy, stream, [0.5, -1.0, 2.0, 0.25][: stream.key_dim])
 
@@ -105,7 +123,12 @@ def test_attention_equals_queries(data: st.DataObject) -> None:
     budget = data.draw(BUDGETS)
     token = data.draw(st.booleans())
     settings = data.draw(st.sampled_from([{}, {"decay": 0.5}] if token else [{}, {"age_normalised": True}]))
-    policy = h2o.policy(h2o.Config(budget=budget, sink=0, **settings))
+    module = data.draw(st.sampled_from([h2o, cam, keyformer, *([tova] if token else [])]))
+    if module is keyformer:
+        settings = {"noise": "additive", "tau": 1.5}
+    if module is tova:
+        settings = {}
+    policy = module.policy(module.Config(budget=budget, sink=0, **settings))
     stream = data.draw(streams(budget=budget, padded=data.draw(st.booleans())))
     laws.law_attention_equals_queries(policy, stream.one_by_one() if token else stream)
 
@@ -118,8 +141,12 @@ def test_attention_equals_queries(data: st.DataObject) -> None:
         streaming_llm.policy(streaming_llm.Config(budget=6, sink=2)),
         h2o.policy(h2o.Config(budget=6, sink=1, recent=0, decay=0.0)),
         h2o.policy(h2o.Config(budget=6, sink=1, recent=3, decay=0.0, cadence="token")),
+        tova.policy(tova.Config(budget=6, sink=1)),
+        tova.policy(tova.Config(budget=6, sink=1, shared_heads=2, cadence="token")),
+        snapkv.policy(snapkv.Config(budget=6, sink=1, window=3, kernel=1)),
+        snapkv.policy(snapkv.Config(budget=6, sink=1, window=2, kernel=3, pooling="max", cadence="token")),
     ],
-    ids=["knorm", "knorm-high", "streaming_llm", "h2o", "h2o-token"],
+    ids=["knorm", "knorm-high", "streaming_llm", "h2o", "h2o-token", "tova", "tova-shared", "snapkv", "snapkv-max"],
 )
 @pytest.mark.parametrize("size", [1, 5, 9, 30])
 @pytest.mark.parametrize("level", [0.0, 0.5])
@@ -150,7 +177,7 @@ def test_one_evictable_slot_is_enough(budget: int) -> None:
     """Lesson 11: sink + recent = budget - 1 works, one more is refused."""
     for sink in range(budget):
         recent = budget - 1 - sink
-        for module, more in ((h2o, {}), (knorm, {})):
+        for module, more in ((h2o, {}), (knorm, {}), (keyformer, {}), (cam, {}), (tova, {})):
             policy = module.policy(module.Config(budget=budget, sink=sink, recent=recent, **more))
             for stream in (normal_stream(1, tokens=20), normal_stream(1, tokens=20, blocks=(3, 17))):
                 laws.law_budget_holds(policy, stream)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from veloxfn import h2o, streaming_llm
+from veloxfn import h2o, keyformer, streaming_llm
 from veloxfn.base import Retention
 from veloxfn.retention import retire
 from veloxfn.testing.claims import Claims, claims_for
@@ -66,10 +66,13 @@ def _masses(state: AnyState) -> list[dict[int, float]]:
 
 
 def law_mass_counts_queries(policy: AnyPolicy, stream: Stream) -> None:
-    """Before any eviction, with decay 1 and true queries, a row's masses sum to its number of queries."""
+    """Before any eviction, with decay 1 and true queries, a row's masses sum to its number of queries.
+
+    Noise and temperature move weight between slots, they add none.
+    """
     config = policy.config
-    assert isinstance(config, h2o.Config)
-    assert (config.decay, config.query_source) == (1.0, "true")
+    assert isinstance(config, h2o.Config | keyformer.Config)
+    assert (getattr(config, "decay", 1.0), config.query_source) == (1.0, "true")
     for block, _, _, after in steps(policy, stream):
         for row, masses in enumerate(_masses(after)):
             seen = len(stream.columns(row, block.stop))
@@ -93,10 +96,14 @@ def law_mass_ignores_grouping_below_budget(policy: AnyPolicy, stream: Stream, bl
 
 
 def law_common_key_shift_changes_nothing(policy: AnyPolicy, stream: Stream, shift: Sequence[float]) -> None:
-    """Adding one vector to all keys leaves the kept positions and the masses of true queries as they were."""
-    config = policy.config
-    assert isinstance(config, h2o.Config)
-    assert config.query_source == "true"
+    """Adding one vector to all keys leaves the kept positions, and the columns, of true queries as they were.
+
+    For methods that rank by attention; keys that are compared or seen at their ranks are other keys.
+    """
+    config, claims = policy.config, claims_for(policy.config)
+    assert claims.needs_queries
+    assert not claims.compares_keys
+    assert not claims.turns_keys
     moved = replace(stream, keys=(stream.keys + np.asarray(shift, dtype=np.float32)))
     if replay(config, stream)[1] <= MARGIN:
         return
@@ -112,7 +119,8 @@ def law_common_key_shift_changes_nothing(policy: AnyPolicy, stream: Stream, shif
 def law_equal_keys_keep_the_newest(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
     """Where every candidate is equally important, exactly the sinks and the newest tokens stay.
 
-    Lesson 10 (all-equal keys keep exactly B rows, the stated ones). For knorm, streaming_llm and h2o with decay 0.
+    Lesson 10 (all-equal keys keep exactly B rows, the stated ones). For knorm, streaming_llm, h2o with decay 0, tova and
+    snapkv without pooling.
     """
     claims = claims or claims_for(policy.config)
     budget, sink = policy.config.budget, policy.config.sink
