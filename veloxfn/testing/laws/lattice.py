@@ -119,8 +119,8 @@ def law_common_key_shift_changes_nothing(policy: AnyPolicy, stream: Stream, shif
 def law_equal_keys_keep_the_newest(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:
     """Where every candidate is equally important, exactly the sinks and the newest tokens stay.
 
-    Lesson 10 (all-equal keys keep exactly B rows, the stated ones). For knorm, streaming_llm, h2o with decay 0, tova and
-    snapkv without pooling.
+    Lesson 10 (all-equal keys keep exactly B rows, the stated ones). For knorm, streaming_llm, h2o with decay 0,
+    tova, and snapkv where a pool of equals is one of them.
     """
     claims = claims or claims_for(policy.config)
     budget, sink = policy.config.budget, policy.config.sink
