@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import veloxfn
-from veloxfn import Absolute, Contiguous, Rope, h2o, knorm, streaming_llm, tova
+from veloxfn import Absolute, Contiguous, Rope, h2o, knorm, placement, streaming_llm, tova
 from veloxfn.placement import ranks, rotate, seen_keys
 from veloxfn.slots import append, empty, take_back
 
@@ -270,3 +270,19 @@ def test_absolute_placement_sees_what_is_stored():
     assert state.slots.rotations.shape == (1, 0)
     assert mx.array_equal(seen_keys(config.placement, state.slots), x)
     assert veloxfn.next_position(config, state).tolist() == [3]
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_both_ways_to_take_sine_and_cosine(monkeypatch, gpu):
+    """The polynomials of a CPU, and MLX's functions on a GPU: run here by their definition."""
+    monkeypatch.setattr("veloxfn.placement.on_gpu", lambda: gpu)
+    rope = Rope(8, base=500.0, scale=0.5)
+    start, to = mx.array([[0, 7, 4000, 12], [5, 5, 1, 90000]]), mx.array([[9, 0, 3, 12], [3999, 4, 1, 2]])
+    inverse = placement._inverse(rope)
+    assert np.allclose(np.array(inverse), 500.0 ** (-np.arange(4) / 4), rtol=5e-7)
+    found = placement._sine_cosine.__wrapped__(start[..., None], to[..., None], inverse, mx.array(0.5))
+    frequencies = np.array(inverse)
+    angles = [np.float32(0.5) * np.array(place)[..., None].astype(np.float32) * frequencies for place in (to, start)]
+    exact = angles[0].astype(np.float64) - angles[1].astype(np.float64)
+    for one, expected in zip(found, (np.sin(exact), np.cos(exact)), strict=True):
+        assert np.allclose(np.array(one), expected, atol=4e-7)
