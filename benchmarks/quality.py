@@ -372,13 +372,15 @@ def load(plan: Plan, *, count: int | None = None) -> tuple[Any, list[str], mx.ar
 def main(arguments: list[str] | None = None) -> None:
     parser = reporting.parser(__doc__, quick="one text, 384 tokens cut to 96 rows, 12 continued")
     parser.add_argument("--long", action="store_true", help="3000 tokens cut to 750 rows, 64 continued; one stretch")
-    parser.add_argument("--texts", type=int, help="only the first N texts (--long: N stretches, at most two)")
+    parser.add_argument("--texts", type=int, help="first N of six texts (default 2; quick: 1; --long: stretches, 1)")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="NAME")
     options = parser.parse_args(arguments)
     if options.quick and options.long:
         parser.error("--quick and --long exclude each other")
     plan = QUICK if options.quick else LONG if options.long else FULL
-    model, names, tokens = load(plan, count=options.texts or (1 if options.quick else None))
+    if options.texts is not None and options.texts < 1:
+        parser.error(f"--texts must be >= 1, got {options.texts}")
+    model, names, tokens = load(plan, count=options.texts or (2 if plan == FULL else 1))
     results = tabulate(evaluate(model, names, tokens, {name: METHODS[name](plan) for name in options.methods}, plan))
     lost = lost_to_random(results)
     if lost:
