@@ -199,15 +199,15 @@ def check_dims(rope: Rope, key_dim: int) -> None:
 
 
 def _inverse(rope: Rope) -> mx.array:
-    """1 / freqs [dims / 2] float32, as `mx.fast.rope` takes them."""
+    """1 / freqs [dims / 2] or [1, dims / 2] float32, as `mx.fast.rope` takes them."""
     if rope.freqs is not None:
         return mx.array([1.0 / _rounded(freq) for freq in rope.freqs], mx.float32)
     half = rope.dims // 2
     if on_gpu():
         return mx.array([rope.base ** (-i / half) for i in range(half)], mx.float32)
-    # MLX's own exp, which on a CPU is not the nearest float32. `contiguous` keeps a compiled step from fusing it into
+    # MLX's own exp, which on a CPU is not the nearest float32. The reshape keeps a compiled step from fusing it into
     # the turn, where it would be taken for each key anew.
-    return mx.contiguous(mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(rope.base) / half)))
+    return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(rope.base) / half)).reshape(1, half)
 
 
 def _rounded(number: float) -> float:
