@@ -73,7 +73,7 @@ def init_state(
     streams: mx.array | None = None,
 ) -> State:
     """An empty state of `rows` streams."""
-    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, config.placement))
+    return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement))
 
 
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
