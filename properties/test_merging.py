@@ -9,10 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from veloxfn import cam
+from veloxfn.placement import Contiguous, Rope
 from veloxfn.testing import laws, normal_stream
+from veloxfn.testing.checking import sample_streams
 from veloxfn.testing.drive import floats, live_positions, run
 from veloxfn.testing.strategies import groupings, streams
 
+TURNED = Contiguous(Rope(dims=2, base=100.0))
 MERGES = [
     {"targets": "window", "merge": "sum"},
     {"targets": "window", "merge": "sum", "normalise": False, "cadence": "token"},
@@ -95,6 +98,17 @@ def test_gate_is_open_above_the_mean_and_shut_without_mass() -> None:
         order = np.argsort(np.array(after.slots.positions), axis=1)[:, 1:]
         values = np.take_along_axis(floats(after.slots.values), order[..., None], axis=1)
         assert np.array_equal(values, stream.values[:, [0, 2, 3, 4]]), f"{settings}: something was merged"
+
+
+@pytest.mark.parametrize("settings", MERGES, ids=str)
+@pytest.mark.parametrize(
+    "more", [{"decay": 0.5}, {"query_source": "key_proxy"}, {"shared_heads": 2}, {"placement": TURNED}], ids=str
+)
+def test_every_merge_follows_the_oracle(settings: dict, more: dict) -> None:
+    """Targets, merges and gates with h2o's other settings."""
+    policy = cam.policy(cam.Config(budget=6, sink=1, target_count=2, **settings, **more))
+    for stream in sample_streams(6, policy.config.shared_heads):
+        laws.law_follows_the_oracle(policy, stream)
 
 
 def test_nearest_ties_go_to_the_oldest_behind_the_sinks() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from veloxfn import draws, keyformer
 from veloxfn.testing import laws, normal_stream
+from veloxfn.testing.checking import sample_streams
 from veloxfn.testing.drive import live_positions, run
 from veloxfn.testing.oracle import temperature
 from veloxfn.testing.strategies import groupings, streams
@@ -56,6 +57,24 @@ def test_noise_does_not_depend_on_the_place_in_a_batch(settings: dict) -> None:
     for order in ([3, 2, 1, 0], [2], [1, 1, 0, 3, 1]):
         found = [row.tolist() for row in live_positions(run(policy, stream.only(order)))]
         assert found == [expected[row] for row in order]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"query_source": "key_proxy"},
+        {"query_source": "key_proxy", "noise": "additive", "cadence": "token"},
+        {"query_source": "key_proxy", "noise": "none", "tau": 0.5},
+        {"shared_heads": 2, "cadence": "token"},
+        {"shared_heads": 2, "noise": "additive", "seed": 2**64 - 1},
+    ],
+    ids=str,
+)
+def test_keyformer_in_rarer_settings_follows_the_oracle(settings: dict) -> None:
+    for budget in (2, 5, 9):
+        policy = keyformer.policy(keyformer.Config(budget=budget, sink=1, **settings))
+        for stream in sample_streams(budget, policy.config.shared_heads):
+            laws.law_follows_the_oracle(policy, stream)
 
 
 def test_noise_ignores_global_randomness() -> None:

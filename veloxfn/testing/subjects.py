@@ -147,7 +147,6 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         ),
         "keyformer-silent": _made(keyformer, noise="none", tau_init=0.5, tau_end=2.0, anneal_steps=10, recent=_half),
         "keyformer-greedy": _made(keyformer, noise="additive", tau=0.0, recent=_half),
-        "keyformer-proxy": _made(keyformer, query_source="key_proxy", recent=_half),
         "keyformer-contiguous": _made(keyformer, placement=_CONTIGUOUS, recent=_half),
     },
     "cam": {
