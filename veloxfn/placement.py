@@ -177,6 +177,8 @@ def rotate(rope: Rope, vectors: mx.array, *, start: mx.array, to: mx.array) -> m
         ValueError: the embedding rotates more dimensions than the vectors have.
     """
     check_dims(rope, vectors.shape[-1])
+    if vectors.size == 0:  # MLX's CUDA back end divides by the size of what it fuses
+        return vectors
     part = vectors if rope.dims == vectors.shape[-1] else vectors[..., : rope.dims]
     half = rope.dims // 2
     sine, cosine = _sine_cosine(start[..., None], to[..., None], _inverse(rope), mx.array(rope.scale, mx.float32))

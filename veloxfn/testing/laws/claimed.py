@@ -9,8 +9,7 @@ import numpy as np
 
 from veloxfn.testing.claims import Claims, claims_for
 from veloxfn.testing.drive import AnyPolicy, kept, live_positions, run
-from veloxfn.testing.laws.rows import same_rows
-from veloxfn.testing.oracle import MARGIN, replay
+from veloxfn.testing.laws.rows import decides_clearly, same_rows
 from veloxfn.testing.streams import Stream
 
 __all__ = [
@@ -31,17 +30,10 @@ def law_grouping_does_not_matter(
     Lesson 2 (decay over a block matches token by token), lesson 7 (nothing depends on chunking), lesson 8, lesson 22.
     """
     claims = claims or claims_for(policy.config)
-    if not claims.split_invariant or not _clear(policy, stream, claims):
+    if not claims.split_invariant or not decides_clearly(policy, stream, claims):
         return
     one, other = run(policy, stream, claims), run(policy, stream.regrouped(blocks), claims)
     same_rows(kept(one), kept(other), f"blocks {stream.blocks} against {tuple(blocks)}")
-
-
-def _clear(policy: AnyPolicy, stream: Stream, claims: Claims) -> bool:
-    """Whether two correct runs must agree: decisions are exact, or no decision was near a tie."""
-    if claims.exact and stream.exact:
-        return True
-    return claims.score is None or replay(policy.config, stream, claims.score)[1] > MARGIN
 
 
 def law_global_best(policy: AnyPolicy, stream: Stream, claims: Claims | None = None) -> None:

@@ -241,6 +241,8 @@ def law_decoder_sees_no_gaps(policy: AnyPolicy, stream: Stream, claims: Claims |
             live = live[np.argsort(slots[live])]
             columns = stream.columns(row, step.block.stop)[slots[live]]
             own = np.flatnonzero(stream.valid[row, step.block.start : step.block.stop])
+            if len(own) == 0:
+                continue
             ranks = mx.arange(len(live))
             fresh = rope_at(rope, raw[row, mx.array(columns)], ranks)
             queries = asked[row, :, step.block.start : step.block.stop][:, mx.array(own)]

@@ -11,10 +11,11 @@ import numpy as np
 import veloxfn
 from veloxfn.testing.claims import Claims, claims_for
 from veloxfn.testing.drive import AnyPolicy, AnyState, Kept, kept, leaves, run
-from veloxfn.testing.oracle import MARGIN
+from veloxfn.testing.oracle import MARGIN, replay
 from veloxfn.testing.streams import Stream
 
 __all__ = [
+    "decides_clearly",
     "law_batch_equals_rows",
     "law_concat_rows_round_trip",
     "law_padding_is_invisible",
@@ -142,8 +143,20 @@ def law_padding_is_invisible(policy: AnyPolicy, stream: Stream, claims: Claims |
             continue
         alone = run(policy, _without_padding(stream.only(members)), claims)
         what = f"rows {members} without their padded arrivals"
-        same_rows(kept(alone), [kept(expected)[row] for row in members], what)
+        try:
+            same_rows(kept(alone), [kept(expected)[row] for row in members], what)
+        except AssertionError:
+            if decides_clearly(policy, stream.only(members), claims):
+                raise
+            continue  # slots in another order sum differently, which may part near ties
         same_columns(expected, alone, members, what)
+
+
+def decides_clearly(policy: AnyPolicy, stream: Stream, claims: Claims) -> bool:
+    """Whether two correct runs must agree: decisions are exact, or no decision was near a tie."""
+    if claims.exact and stream.exact:
+        return True
+    return claims.score is None or replay(policy.config, stream, claims.score)[1] > MARGIN
 
 
 def _without_padding(stream: Stream) -> Stream:
