@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from veloxfn.base import State
+from veloxfn.placement import live_count
 
 __all__ = ["allocated_bytes", "compression_ratio", "full_bytes", "kept_bytes", "tokens_kept", "tokens_seen"]
 
@@ -16,7 +17,7 @@ def tokens_seen(state: State) -> mx.array:
 
 def tokens_kept(state: State) -> mx.array:
     """Live slots: [N] int32."""
-    return (state.slots.positions >= 0).sum(axis=1).astype(mx.int32)
+    return live_count(state.slots)
 
 
 def kept_bytes(state: State) -> mx.array:

@@ -104,6 +104,8 @@ Placement: TypeAlias = Absolute | Contiguous
 
 def live_count(slots: Slots) -> mx.array:
     """Tokens that the slots hold: [N] int32."""
+    if slots.positions.shape[1] == 0:  # MLX's CUDA back end does not sum nothing
+        return mx.zeros_like(slots.seen)
     return (slots.positions >= 0).sum(axis=1).astype(mx.int32)
 
 
