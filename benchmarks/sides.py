@@ -1,7 +1,8 @@
 """The parties of the comparison, each reduced to one call: advance by one block, evaluated, the old state let go.
 
 - `ours`: a veloxfn policy.
-- `peer_h2o`, `peer_knorm`: veloxquant-mlx's own batched functions, the fastest public form of these methods there.
+- `peer_h2o`, `peer_knorm`, `peer_keyformer`, `peer_cam`, `peer_tova`: veloxquant-mlx's own batched functions, the
+  fastest form of these methods there.
 - `gathering`: StreamingLLM the usual way, K and V rebuilt in temporal order at every step.
 
 All of them hold the same rows at the same budget, and every call evaluates the whole new state.
@@ -18,7 +19,20 @@ import mlx.core as mx
 import veloxfn
 from veloxfn import Policy, Retention
 
-__all__ = ["HAS_PEER", "Block", "Shape", "Stream", "blocks", "gathering", "ours", "peer_h2o", "peer_knorm"]
+__all__ = [
+    "HAS_PEER",
+    "Block",
+    "Shape",
+    "Stream",
+    "blocks",
+    "gathering",
+    "ours",
+    "peer_cam",
+    "peer_h2o",
+    "peer_keyformer",
+    "peer_knorm",
+    "peer_tova",
+]
 
 HAS_PEER = importlib.util.find_spec("veloxquant_mlx") is not None
 
@@ -241,6 +255,64 @@ def peer_knorm(shape: Shape, dtype: mx.Dtype, *, sink: int, tokens: int = 1) -> 
     state = (blank, blank, mx.zeros((shape.rows, 0)), mx.array(0, mx.int32))
     state = step(state, *blocks(shape, _prompt_length(shape.budget), dtype)[0][:2])
     inputs = [block[:2] for block in blocks(shape, tokens, dtype, count=POOL if tokens == 1 else 1, seed=1)]
+    return Stream(Traced(step), state, inputs, _peer_counts)
+
+
+def peer_keyformer(
+    shape: Shape, dtype: mx.Dtype, *, sink: int, recent: int, tau_init: float, tau_end: float, anneal_steps: int
+) -> Stream:
+    """A stream of veloxquant-mlx's `keyformer_update_batched`.
+
+    Additive noise, the arriving key in place of the query. It draws from a Python count of steps, so `mx.compile` would
+    trace it anew at every step: it runs uncompiled.
+    """
+    from veloxquant_mlx.quantizers.keyformer import keyformer_update_batched
+
+    settings = (sink, shape.budget, recent, tau_init, tau_end, anneal_steps, ROPE_BASE)
+
+    def step(state: Any, keys: mx.array, values: mx.array) -> Any:
+        *columns, count = state
+        *columns, _, count = keyformer_update_batched(
+            *columns, keys, values, *settings, count, count, list(range(shape.rows))
+        )
+        return (*columns, count)
+
+    state = step((None, None, None, None, None, 0), *blocks(shape, _prompt_length(shape.budget), dtype)[0][:2])
+    inputs = [block[:2] for block in blocks(shape, 1, dtype, count=POOL, seed=1)]
+    return Stream(step, state, inputs, _peer_counts)
+
+
+def peer_cam(shape: Shape, dtype: mx.Dtype, *, sink: int, merge: str, gate: bool) -> Stream:
+    """A stream of veloxquant-mlx's `cam_update_batched`: the nearest survivor, the arriving key in place of the query.
+
+    Without the gate it is compiled; with it, it draws from a Python count of steps and cannot be.
+    """
+    from veloxquant_mlx.quantizers.cam import cam_update_batched
+
+    settings = (sink, shape.budget, merge, False, gate, list(range(shape.rows)))
+
+    def step(state: Any, keys: mx.array, values: mx.array) -> Any:
+        *columns, seen, count = state
+        *columns, seen, count = cam_update_batched(*columns, keys, values, *settings, seen, count)
+        return (*columns, seen, count)
+
+    start = (None, None, None, None, mx.array(0, mx.int32), 0)
+    state = step(start, *blocks(shape, _prompt_length(shape.budget), dtype)[0][:2])
+    inputs = [block[:2] for block in blocks(shape, 1, dtype, count=POOL, seed=1)]
+    return Stream(step if gate else Traced(step), state, inputs, lambda state: (state[0].shape[1], int(state[-2])))
+
+
+def peer_tova(shape: Shape, dtype: mx.Dtype, *, sink: int) -> Stream:
+    """A stream of veloxquant-mlx's batched TOVA update, compiled: the arriving key in place of the query."""
+    from veloxquant_mlx.quantizers.tova import _tova_update_batched
+
+    def step(state: Any, keys: mx.array, values: mx.array) -> Any:
+        held, seen = state[:2], state[2]
+        return (*_tova_update_batched(*held, keys, values, sink, shape.budget), seen + keys.shape[1])
+
+    start = (None, None, mx.array(0, mx.int32))
+    state = step(start, *blocks(shape, _prompt_length(shape.budget), dtype)[0][:2])
+    inputs = [block[:2] for block in blocks(shape, 1, dtype, count=POOL, seed=1)]
     return Stream(Traced(step), state, inputs, _peer_counts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import timing
 from sides import Shape, Stream
 
 import veloxfn
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import cam, h2o, keyformer, knorm, streaming_llm, tova
 
 SINK, RECENT, DECAY = 4, 16, 0.98  # the peer's own defaults, for both sides
 SHAPE = Shape()
@@ -184,6 +185,46 @@ def knorm_steps(effort: Effort) -> Iterator[Row]:
             )
 
 
+def other_steps(effort: Effort) -> Iterator[Row]:
+    """One token of Keyformer, CaM and TOVA against the peer's, each side compiled where it can be."""
+    schedule = {"tau_init": 1.0, "tau_end": 2.0, "anneal_steps": 256}
+    noisy = keyformer.Config(budget=SHAPE.budget, sink=SINK, recent=RECENT, noise="additive", **schedule)
+    merging = cam.Config(budget=SHAPE.budget, sink=SINK, recent=0, targets="nearest", merge="similarity")
+    cases: dict[str, dict[str, Callable[[mx.Dtype], Stream]]] = {
+        "keyformer step, additive": {
+            "queries": lambda kind: sides.ours(noisy, SHAPE, kind, evidence="queries"),
+            "key proxy": lambda kind: sides.ours(replace(noisy, query_source="key_proxy"), SHAPE, kind),
+            "peer": lambda kind: sides.peer_keyformer(SHAPE, kind, sink=SINK, recent=RECENT, **schedule),
+        },
+        "keyformer step, logit": {
+            "queries": lambda kind: sides.ours(replace(noisy, noise="logit"), SHAPE, kind, evidence="queries"),
+            "peer's additive": lambda kind: sides.peer_keyformer(SHAPE, kind, sink=SINK, recent=RECENT, **schedule),
+        },
+        "cam step, nearest, no gate": {
+            "queries": lambda kind: sides.ours(replace(merging, gate=False), SHAPE, kind, evidence="queries"),
+            "peer": lambda kind: sides.peer_cam(SHAPE, kind, sink=SINK, merge="sim_weighted", gate=False),
+        },
+        "cam step, nearest, gate": {
+            "queries": lambda kind: sides.ours(merging, SHAPE, kind, evidence="queries"),
+            "peer": lambda kind: sides.peer_cam(SHAPE, kind, sink=SINK, merge="sim_weighted", gate=True),
+        },
+        "cam step, window": {
+            "queries": lambda kind: sides.ours(cam.Config(budget=SHAPE.budget), SHAPE, kind, evidence="queries"),
+            "peer's nearest": lambda kind: sides.peer_cam(SHAPE, kind, sink=SINK, merge="sim_weighted", gate=True),
+        },
+        "tova step": {
+            "queries": lambda kind: sides.ours(
+                tova.Config(budget=SHAPE.budget, sink=SINK), SHAPE, kind, evidence="queries"
+            ),
+            "peer": lambda kind: sides.peer_tova(SHAPE, kind, sink=SINK),
+        },
+    }
+    for case, parties in cases.items():
+        for dtype in ("float32", "float16"):
+            made = {name: partial(make, DTYPES[dtype]) for name, make in parties.items()}
+            yield from compare(case, made, against="peer", shape=SHAPE, dtype=dtype, effort=effort, targets={})
+
+
 def budget_growth(effort: Effort) -> Iterator[Row]:
     """How much slower StreamingLLM's compiled step gets when the budget grows 8 times, next to a design that copies."""
     small, large = 256, 2048
@@ -246,10 +287,11 @@ GROUPS: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "h2o step": h2o_steps,
     "h2o block": h2o_blocks,
     "knorm": knorm_steps,
+    "others": other_steps,
     "budget": budget_growth,
     "memory": memory,
 }
-NEED_PEER = ("h2o step", "h2o block", "knorm")
+NEED_PEER = ("h2o step", "h2o block", "knorm", "others")
 
 
 def line(row: Row) -> str:

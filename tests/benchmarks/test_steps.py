@@ -1,6 +1,7 @@
 """The benchmark's own logic: the sides do the same job, eviction happens, figures are put together rightly."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,7 @@ import timing
 from sides import Shape
 
 import veloxfn
-from veloxfn import h2o, knorm, streaming_llm
+from veloxfn import cam, h2o, keyformer, knorm, streaming_llm
 
 SMALL = Shape(rows=2, dim=8, budget=24)
 needs_peer = pytest.mark.skipif(not sides.HAS_PEER, reason="the peer veloxquant-mlx is not installed")
@@ -103,6 +104,43 @@ def test_knorm_and_the_peer_keep_the_same_rows(tokens):
     policy = veloxfn.policy(knorm.Config(budget=SMALL.budget, sink=2))
     for mine, theirs in zip(policy.get_kv(ours.state), peer.state[:2], strict=True):
         assert mx.array_equal(mine, theirs).item()
+
+
+@needs_peer
+def test_keyformer_without_temperature_and_the_peer_keep_the_same_rows():
+    settings = {"recent": 4, "tau_init": 0.0, "tau_end": 0.0, "anneal_steps": 8}
+    config = keyformer.Config(budget=SMALL.budget, sink=2, noise="additive", query_source="key_proxy", **settings)
+    ours = sides.ours(replace(config, cadence="token"), SMALL, mx.float32, compiled=False)
+    peer = sides.peer_keyformer(SMALL, mx.float32, sink=2, **settings)
+    for stream in (ours, peer):
+        advance(stream, calls=40)
+    assert mx.array_equal(keyformer.get_kv(config, ours.state)[1], peer.state[1]).item()
+
+
+@needs_peer
+def test_cam_into_the_nearest_and_the_peer_merge_the_same_rows():
+    config = cam.Config(
+        budget=SMALL.budget,
+        sink=2,
+        recent=0,
+        targets="nearest",
+        merge="similarity",
+        gate=False,
+        query_source="key_proxy",
+        cadence="token",
+    )
+    ours = sides.ours(config, SMALL, mx.float32, compiled=False)
+    peer = sides.peer_cam(SMALL, mx.float32, sink=2, merge="sim_weighted", gate=False)
+    for stream in (ours, peer):
+        advance(stream, calls=40)
+    assert mx.allclose(cam.get_kv(config, ours.state)[1].sum(axis=1), peer.state[1].sum(axis=1), atol=1e-3).item()
+
+
+@needs_peer
+def test_the_peers_other_methods_evict():
+    advance(sides.peer_keyformer(SMALL, mx.float32, sink=2, recent=4, tau_init=1.0, tau_end=2.0, anneal_steps=9), 20)
+    advance(sides.peer_cam(SMALL, mx.float32, sink=2, merge="sim_weighted", gate=True), calls=20)
+    advance(sides.peer_tova(SMALL, mx.float32, sink=2), calls=20)
 
 
 def test_the_copying_design_keeps_what_streaming_llm_keeps():
