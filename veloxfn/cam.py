@@ -14,6 +14,10 @@ Claims: split invariant with cadence "token". merge="off" is h2o bit for bit; wi
 the kept positions are h2o's for a given stream of keys and queries. normalise=False conserves the sum of the values
 while every loser is merged.
 
+Measured: on a trained model, a prompt cut to a quarter in blocks, the default window loses more than evicting at random
+with the same protection (KL 0.137 against 0.096 nats; h2o 0.073); targets="nearest" with merge="similarity" does not
+(0.072). Without the gate every rule is worse.
+
 Differs from the paper: the authors add without dividing (normalise=False), one loser at a time, with
 recent = budget - sink - 1. Added for a whole prompt at once that is destructive, so it needs cadence "token".
 """
