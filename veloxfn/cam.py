@@ -10,6 +10,9 @@ So one loser with one target leaves (v_k + v_i) / 2 with "mean" and (1 - w) v_k 
 stays labelled with the survivor's own position and rotation. Draws are addressed by (seed, stream, position of the
 loser).
 
+A one-token step rewrites the rows of its targets alone; MLX copies the value buffer for it where the same evaluation
+reads the values, as attention does.
+
 Claims: split invariant with cadence "token". merge="off" is h2o bit for bit; with targets="window" and merge_keys=False
 the kept positions are h2o's for a given stream of keys and queries. normalise=False conserves the sum of the values
 while every loser is merged.
