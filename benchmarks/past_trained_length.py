@@ -186,8 +186,11 @@ def methods(plan: Plan) -> dict[str, Policy[Any]]:
     }
 
 
-def read(model: Model, policy: Policy[Any], tokens: mx.array) -> mx.array:
-    """Logits [B, T, 256] of tokens [B, T] under a budget: what fits in one block, then token by token."""
+def read(model: Model, policy: Policy[Any], tokens: mx.array) -> tuple[mx.array, int]:
+    """Logits [B, T, 256] of tokens [B, T] under a budget: what fits in one block, then token by token.
+
+    Also the highest position that a token was rotated at.
+    """
     batch, budget = tokens.shape[0], policy.config.budget
     states = [
         policy.init_state(batch * HEADS, HEAD_DIM, dtype=mx.float32, streams=veloxfn.streams(batch, HEADS, layer))
@@ -195,12 +198,14 @@ def read(model: Model, policy: Policy[Any], tokens: mx.array) -> mx.array:
     ]
     logits, states = model.step(tokens[:, :budget], policy, states)
     told, step = [logits], mx.compile(lambda now, states: model.step(now, policy, states))
+    highest = mx.array(min(budget, tokens.shape[1]) - 1)
     mx.eval(logits, states)
     for place in range(budget, tokens.shape[1]):
+        highest = mx.maximum(highest, veloxfn.next_position(policy.config, states[0]).max())
         logits, states = step(tokens[:, place : place + 1], states)
-        mx.eval(logits, states)
+        mx.eval(logits, states, highest)
         told.append(logits)
-    return mx.concatenate(told, axis=1)
+    return mx.concatenate(told, axis=1), int(highest.item())
 
 
 class Result(NamedTuple):
@@ -232,8 +237,7 @@ def measure(model: Model, plan: Plan, tokens: mx.array) -> list[Result]:
     seen = tokens[:, :-1]
     results = [result(FULL_CACHE, model(seen), plan.read - 1)]
     for name, policy in methods(plan).items():
-        gapless = isinstance(policy.config.placement, Contiguous)
-        results.append(result(name, read(model, policy, seen), plan.budget if gapless else plan.read - 1))
+        results.append(result(name, *read(model, policy, seen)))
     return results
 
 

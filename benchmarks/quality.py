@@ -203,9 +203,12 @@ def predictions(
         yield logits
 
 
-def check_graph(graph: Graph, plan: Plan) -> None:
-    """Raise RuntimeError if the graph of chunks at full budget, or what a token leaves behind, grew on the way."""
-    filling = -(-plan.budget // plan.chunk) + 1  # the eviction that follows a chunk is part of the next one
+def check_graph(graph: Graph, plan: Plan, largest: int) -> None:
+    """Raise RuntimeError if the graph of chunks at full budget, or what a token leaves behind, grew on the way.
+
+    `largest` is the budget of the layer that fills last.
+    """
+    filling = -(-largest // plan.chunk) + 1  # the eviction that follows a chunk is part of the next one
     settled = graph.chunk[filling:]
     if settled and max(settled) > settled[0]:
         raise RuntimeError(f"the graph of a chunk grows: {graph.chunk} primitives")
@@ -236,7 +239,7 @@ def evaluate(
         evicted = list(predictions(model, tokens, caches, plan, graph))
         _check_eviction(caches, plan)
         if graph is not None:
-            check_graph(graph, plan)
+            check_graph(graph, plan, max(getattr(cache, "layer_budget", 0) for cache in caches))
         yield _result(method, names, tokens, full, evicted, plan, start)._replace(graph=graph)
 
 

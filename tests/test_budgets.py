@@ -46,3 +46,13 @@ def test_a_steep_taper_leaves_the_last_layers_at_the_floor():
     rows = budgets.pyramid(8, 20, taper=4.0, floor=5)
     assert rows[-3:] == (5, 5, 5)
     assert rows[0] > 2 * 20
+
+
+def test_ties_go_to_the_earlier_layer():
+    """Shares 97.5 and 2.5: the 98th row of the first and the third of the second claim 0.5 each."""
+    assert budgets.pyramid(2, 100, beta=20.0, floor=50) == (148, 52)
+
+
+def test_large_budgets_take_no_time_per_row():
+    rows = budgets.pyramid(80, 2**24, beta=20.0, floor=32)
+    assert sum(rows) == 80 * 2**24

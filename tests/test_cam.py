@@ -183,6 +183,24 @@ def test_lesson_12_a_loser_that_is_not_finite_spoils_no_survivor(bad, settings, 
         assert position == 5 or np.isfinite(have).all()
 
 
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("blocks", [1, 8])
+@pytest.mark.parametrize("settings", [{}, {"targets": "nearest", "merge": "mean"}])
+def test_lesson_12_a_mass_that_is_not_a_number_stays_in_its_slot(settings, blocks, gate):
+    keys, values, _ = stream(24, seed=9)
+    config = cam.Config(budget=8, sink=1, recent=2, gate=gate, **settings)
+    state = cam.init_state(config, 1, 4, 3, dtype=mx.float32)
+    for start in range(0, 24, blocks):
+        now = slice(start, start + blocks)
+        state = cam.absorb(config, state, keys[:, now], values[:, now])
+        weights = mx.where(state.slots.positions == 3, mx.nan, 1.0)
+        state = cam.evict(config, state, attention=weights)
+        held_mass = zip(state.slots.positions[0].tolist(), state.mass[0].tolist(), strict=True)
+        assert all(np.isfinite(mass) for position, mass in held_mass if position not in (-1, 3))
+    assert veloxfn.tokens_kept(state).tolist() == [8]
+    assert 3 not in veloxfn.kept_positions(state)[0].tolist()
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_values_keep_their_dtype(dtype):
     keys, values, queries = (x.astype(dtype) for x in stream(40))

@@ -59,7 +59,12 @@ def test_every_cell_of_the_table_of_proofs_names_a_test_that_exists():
     for method, *cells in table:
         assert len(cells) == 6
         for cell in cells:
-            named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", cell)
+            named = re.findall(r"`([\w/]+\.py)::(?:(Test\w+)::)?(test_\w+)`", cell)
             assert named, f"{method} has a cell without a test"
-            for path, test in named:
-                assert f"def {test}(" in (README.parent / path).read_text(), f"{path} has no {test}"
+            for path, group, test in named:
+                text = (README.parent / path).read_text()
+                if group:
+                    assert f"\nclass {group}:" in text, f"{path} has no {group}"
+                    text = text.partition(f"\nclass {group}:")[2]
+                indent = "    " if group else ""
+                assert f"\n{indent}def {test}(" in text, f"{path} has no {test}"

@@ -50,10 +50,13 @@ def expected(config, keys, queries):
 @pytest.mark.parametrize("pooling", ["mean", "max"])
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
 @pytest.mark.parametrize("sink", [0, 2])
-@pytest.mark.parametrize("blocks", [[40], [5, 35], [37, 3], [39, 1], [3, 8, 27, 2]])
-def test_a_prompt_is_scored_by_its_true_last_queries_however_it_was_grouped(pooling, kernel, sink, blocks):
+@pytest.mark.parametrize(
+    ("blocks", "budget"),
+    [([40], 15), ([5, 35], 15), ([9, 4, 27], 15), ([37, 3], 37), ([39, 1], 39), ([3, 8, 26, 3], 37)],
+)
+def test_a_prompt_is_scored_by_its_true_last_queries_however_it_was_grouped(pooling, kernel, sink, blocks, budget):
     keys, queries = stream(40)
-    config = snapkv.Config(budget=39, sink=sink, window=6, kernel=kernel, pooling=pooling)
+    config = snapkv.Config(budget=budget, sink=sink, window=6, kernel=kernel, pooling=pooling)
     state = run(config, keys, queries, blocks)
     assert veloxfn.kept_positions(state)[0].tolist() == expected(config, keys, queries)
 
@@ -84,14 +87,13 @@ def test_a_prompt_below_the_window_and_rows_of_different_lengths():
 
 
 def test_pooling_does_not_penalise_the_edges():
-    """All past slots receive the same: with an edge penalty the first would be the weakest."""
-    keys, queries = mx.zeros((1, 8, 2)), mx.zeros((1, 1, 8, 2))
-    config = snapkv.Config(budget=7, window=2, kernel=5)
-    assert veloxfn.kept_positions(run(config, keys, queries, [8])).tolist() == [[1, 2, 3, 4, 5, 6, 7]], "ties: oldest"
-    peak = keys + mx.array([0.0, 0, 0, 0, 0, 4, 0, 0])[None, :, None]  # the last past slot, pooled into its neighbours
-    looks = mx.ones((1, 1, 8, 2))
-    kept = veloxfn.kept_positions(run(snapkv.Config(budget=5, window=2, kernel=5), peak, looks, [8])).tolist()
-    assert kept == [[3, 4, 5, 6, 7]]
+    """Past weights 2 2 1 1 1 pool to 2, 5/3, 4/3, 1, 1, so the older of the last two goes.
+
+    Divided by the kernel at the edges, too, they would be 4/3, 5/3, 4/3, 1, 2/3, and the last one would go.
+    """
+    keys = mx.log(mx.array([2.0, 2, 1, 1, 1, 1])).reshape(1, 6, 1)
+    config = snapkv.Config(budget=5, window=1, kernel=3)
+    assert veloxfn.kept_positions(run(config, keys, mx.ones((1, 1, 6, 1)), [6])).tolist() == [[0, 1, 2, 4, 5]]
 
 
 def test_with_one_query_and_no_pooling_it_is_tova_with_a_recent_token():

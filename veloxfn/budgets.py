@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+from fractions import Fraction
 
 from veloxfn import checks
 
@@ -48,22 +50,29 @@ def pyramid(
     shares = _shares(layers, beta, taper)
     if layers == 1:
         return (mean,)
-    dealt = [(-share, layer, 0) for layer, share in enumerate(shares)]  # claim of each layer and its rows so far
+    total = layers * (mean - floor)
+    # What every layer has when all is dealt, whatever the ties: c (total - layers / 2) / sum(c) - 1 / 2, rounded down.
+    least = [
+        max(0, math.floor(share * (total - Fraction(layers, 2)) / sum(shares) - Fraction(1, 2))) for share in shares
+    ]
+    dealt = [
+        (-share / (2 * rows + 1), layer, rows) for layer, (share, rows) in enumerate(zip(shares, least, strict=True))
+    ]
     heapq.heapify(dealt)
-    for _ in range(layers * (mean - floor)):
+    for _ in range(total - sum(least)):
         _, layer, rows = dealt[0]
         heapq.heapreplace(dealt, (-shares[layer] / (2 * rows + 3), layer, rows + 1))
     return tuple(floor + rows for _, _, rows in sorted(dealt, key=lambda claim: claim[1]))
 
 
-def _shares(layers: int, beta: float | None, taper: float | None) -> list[float]:
+def _shares(layers: int, beta: float | None, taper: float | None) -> list[Fraction]:
     """What each layer has above the floor, relative to the mean's, first layer first."""
     if (beta is None) == (taper is None):
         raise ValueError(f"give exactly one of beta and taper, got beta={beta}, taper={taper}")
     if beta is not None:
         checks.number("beta", beta, low=1.0)
-        width = 1 - 1 / beta
+        width = 1 - 1 / Fraction(beta)
     if taper is not None:
         checks.number("taper", taper, low=1.0)
-        width = taper - 1
-    return [max(0.0, 1 + width * (1 - 2 * layer / max(1, layers - 1))) for layer in range(layers)]
+        width = Fraction(taper) - 1
+    return [max(Fraction(0), 1 + width * (1 - Fraction(2 * layer, max(1, layers - 1)))) for layer in range(layers)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeVar
@@ -13,7 +14,7 @@ from veloxfn.ops.fusion import fused
 from veloxfn.placement import seen_queries
 from veloxfn.slots import arrival_rotations, arrivals, take_back, with_arrival_rotations, with_slots
 
-__all__ = ["check_block", "replay"]
+__all__ = ["check_block", "most_tokens", "replay"]
 
 S = TypeVar("S", bound=State)
 
@@ -22,10 +23,15 @@ S = TypeVar("S", bound=State)
 _MOST_TOKENS = 4096
 
 
+def most_tokens(config: Retention) -> int:
+    """Tokens that one block may have."""
+    return _MOST_TOKENS if config.cadence == "token" else sys.maxsize
+
+
 def check_block(config: Retention, keys: mx.array) -> None:
     """Raise if cadence "token" cannot take a block keys [N, S, D]."""
     count = keys.shape[1]
-    if config.cadence == "token" and count > _MOST_TOKENS:
+    if count > most_tokens(config):
         raise ValueError(
             f'cadence="token" takes blocks of at most {_MOST_TOKENS} tokens, got S = {count}: '
             f"feed it in parts and evaluate in between (how it is split does not matter)"

@@ -81,6 +81,8 @@ class Config(h2o.Config):
         for name in ("normalise", "gate", "merge_keys"):
             checks.flag(name, getattr(self, name))
         checks.integer("seed", self.seed, low=0, high=2**64 - 1)
+        if self.merge in ("similarity", "mean") and not self.normalise:
+            raise ValueError(f"normalise=False only adds, which is merge='sum'; got merge={self.merge!r}")
         if self.merge == "sum" and not self.normalise and self.cadence != "token":
             raise ValueError(
                 f"normalise=False adds one loser per step, so it needs cadence='token', got cadence={self.cadence!r}"

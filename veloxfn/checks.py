@@ -40,8 +40,15 @@ def number(name: str, value: object, *, low: float = -math.inf, high: float = ma
     """Raise unless `value` is a finite number with low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or not low <= value <= high:
+    if not _is_finite(value) or not low <= value <= high:
         raise ValueError(f"{name} must be a finite number in [{low}, {high}], got {value}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 def flag(name: str, value: object) -> None:

@@ -52,7 +52,7 @@ def merge(config: cam.Config) -> Dispose:
     Loser i has m targets; each takes the weight a: 1 / m with merge "sum" and "mean", w / (1 - w) / m with
     "similarity", w = cosine of the keys, clipped to [0, 1]. A survivor becomes (v + sum a v_i) / (1 + sum a), or
     v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with `merge_probability`.
-    A loser that holds numbers that are not finite is dropped; a survivor that takes nothing stays bit for bit.
+    A loser whose mass or content is not finite is dropped; a survivor that takes nothing stays bit for bit.
     """
 
     def dispose(state: Any, lost: mx.array) -> Any:
@@ -67,9 +67,9 @@ def merge(config: cam.Config) -> Dispose:
             if start:
                 part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
             merged, weights = _weights(config, state, part, survivors)
-            finite = mx.where(mx.isfinite(part.content), part.content, 0)  # the others have no weight
-            taken = taken + weights.swapaxes(1, 2) @ mx.concatenate([mx.ones((*part.mass.shape, 1)), finite], axis=2)
-            mass = mass + (part.mass[:, None] @ merged).squeeze(1)
+            content = mx.concatenate([mx.ones((*part.mass.shape, 1)), _finite(part.content)], axis=2)
+            taken = taken + weights.swapaxes(1, 2) @ content
+            mass = mass + (_finite(part.mass)[:, None] @ merged).squeeze(1)
         return _given(config, state, survivors, taken, mass)
 
     return dispose
@@ -135,9 +135,9 @@ def _weights(config: cam.Config, state: cam.State, losers: _Side, survivors: _Si
     cosines = _cosines(losers.keys, survivors.keys) if config.compares_keys else mx.array(0.0)
     targets = _targets(config, losers, survivors, cosines).astype(mx.float32)
     count = mx.maximum(targets.sum(axis=2), 1)
-    merged = mx.all(mx.isfinite(losers.content), axis=2)
+    merged = mx.all(mx.isfinite(losers.content), axis=2) & mx.isfinite(losers.mass)
     if config.gate:
-        mean = (targets @ survivors.mass[..., None]).squeeze(2) / count
+        mean = (targets @ _finite(survivors.mass)[..., None]).squeeze(2) / count
         drawn = draws.uniform(config.seed, state.slots.streams, losers.positions)
         merged = merged & (drawn < merge_probability(losers.mass, mean))
     targets = targets * merged[..., None]
@@ -146,6 +146,11 @@ def _weights(config: cam.Config, state: cam.State, losers: _Side, survivors: _Si
         share = mx.clip(mx.where(mx.isnan(cosines), 0.0, cosines), 0.0, 1.0)
         weights = weights * (share / mx.maximum(1 - share, _LEAST_OWN_SHARE))
     return targets, weights
+
+
+def _finite(column: mx.array) -> mx.array:
+    """The column with 0 for what is not finite, so that a product gives it no weight."""
+    return mx.where(mx.isfinite(column), column, 0)
 
 
 def _targets(config: cam.Config, losers: _Side, survivors: _Side, cosines: mx.array) -> mx.array:

@@ -35,6 +35,7 @@ from veloxfn.retention import retire
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
 _TAU_INIT, _TAU_END = 1.0, 2.0
+_LEAST_DIVISOR = 1e-6  # of logits, which stay finite in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,8 @@ class Config(Retention):
         tau_init: temperature of the first query.
         tau_end: temperature after `anneal_steps` queries.
         anneal_steps: queries from one to the other; 0 = constant at tau_init.
-        anneal_from: tokens before the schedule starts. Set it to the prompt's length, so that the prompt is scored at
-            tau_init and the schedule follows the answer, as in the paper.
+        anneal_from: tokens before the schedule starts. The prompt's length is the paper's: the prompt is scored at
+            tau_init and the schedule follows the answer. `veloxfn generate` sets it for noise "logit", unless given.
         tau: a constant temperature in place of the schedule.
         seed: of the noise, 0 .. 2**64 - 1.
         query_source: "true" ranks by the queries passed to `evict`. "key_proxy" takes the arriving keys for queries
@@ -94,8 +95,11 @@ class Config(Retention):
         checks.choice("noise", self.noise, ("logit", "additive", "none"))
         for name in ("tau_init", "tau_end") if self.tau is None else ("tau",):
             checks.number(name, getattr(self, name), low=0.0)
-            if getattr(self, name) == 0 and self.noise != "additive":
-                raise ValueError(f"{name} must be > 0 with noise={self.noise!r}, which divides by it, got 0")
+            if getattr(self, name) < _LEAST_DIVISOR and self.noise != "additive":
+                raise ValueError(
+                    f"{name} must be >= {_LEAST_DIVISOR} with noise={self.noise!r}, which divides by it, "
+                    f"got {getattr(self, name)}"
+                )
         if self.tau is not None and (self.tau_init, self.tau_end) != (_TAU_INIT, _TAU_END):
             raise ValueError(
                 f"tau is a constant temperature, it cannot stand beside a schedule: got tau={self.tau}, "

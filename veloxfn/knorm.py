@@ -6,6 +6,9 @@
 Claims: path independent: the kept set is the sinks, the recent window and the global best of everything else seen, bit
 for bit, however the arrivals were grouped, so both cadences are the same. Budgets nest for equal sink and recent.
 Rotary embedding leaves norms unchanged.
+
+Measured: on a trained model about what evicting at random with the same protection gives (KL 0.078 against 0.089 nats
+over six texts, 0.100 against 0.096 over the first two); where low norms mark what is read, more than H2O keeps.
 """
 
 from __future__ import annotations

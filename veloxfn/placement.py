@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 
+_SMALLEST, _LARGEST = 1e-30, 1e30  # of an embedding's numbers: their quotients are finite in float32
+
+
 @dataclass(frozen=True)
 class Absolute:
     """Survivors keep the position and the rotation they arrived with; the model's offset is the tokens seen."""
@@ -64,12 +67,9 @@ class Rope:
         checks.integer("dims", self.dims, low=2)
         if self.dims % 2:
             raise ValueError(f"dims must be even, got {self.dims}")
-        checks.number("base", self.base)
-        checks.number("scale", self.scale)
-        checks.flag("traditional", self.traditional)
         for name, value in (("base", self.base), ("scale", self.scale)):
-            if value <= 0:
-                raise ValueError(f"{name} must be > 0, got {value}")
+            checks.number(name, value, low=_SMALLEST, high=_LARGEST)
+        checks.flag("traditional", self.traditional)
         if self.freqs is None:
             return
         if self.base != 10000.0:
@@ -79,9 +79,7 @@ class Rope:
             raise ValueError(f"freqs must be dims / 2 = {self.dims // 2} numbers, got {len(self.freqs)}")
         for i, freq in enumerate(self.freqs):
             if freq != math.inf:
-                checks.number(f"freqs[{i}]", freq)
-            if freq <= 0:
-                raise ValueError(f"freqs[{i}] must be > 0, got {freq}")
+                checks.number(f"freqs[{i}]", freq, low=_SMALLEST, high=_LARGEST)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxfn import budgets, checks, snapkv
+from veloxfn import budgets, checks, h2o, snapkv
 from veloxfn.base import Policy, Retention
 from veloxfn.binding import bind, module_of
 from veloxfn.snapkv import State
@@ -43,7 +43,7 @@ class Config(Retention):
     Args:
         layers: layers that share layers x budget rows.
         scorer: the Config of any method, with the mean budget; its windows must fit into the smallest layer. None = a
-            SnapKV with the settings given here.
+            SnapKV with the settings given here; with taper an H2O.
         beta: >= 1: the last layer has 1 / beta of the mean's rows above the floor, the scorer's recent window. None
             becomes 20, the paper's, unless taper is given.
         taper: >= 1, in place of beta: half the difference between first and last layer is taper - 1 times the mean's
@@ -80,9 +80,12 @@ class Config(Retention):
         """Agree with the scorer, and validate the budgets."""
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}
         if self.scorer is None:
-            object.__setattr__(self, "scorer", snapkv.Config(**given))
+            kind = snapkv.Config if self.taper is None else h2o.Config
+            object.__setattr__(self, "scorer", kind(**given))
         checks.instance("scorer", self.scorer, Retention)
         module_of(self.scorer)
+        if isinstance(self.scorer, Config):
+            raise ValueError(f"scorer must rank by itself, got {self.scorer!r}")
         for name, value in given.items():
             if value != getattr(self.scorer, name):
                 raise ValueError(

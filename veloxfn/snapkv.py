@@ -148,9 +148,8 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.evidence("snapkv", state.slots, queries, attention, refused="the window needs each query by itself")
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
-    fresh, when = attention_of_last(
-        state.slots, cast(mx.array, queries), min(count, config.recent_rows), placement=config.placement
-    )
+    ring = state.window.shape[1]  # of the config that the state was made with: another budget may mean another window
+    fresh, when = attention_of_last(state.slots, cast(mx.array, queries), min(count, ring), placement=config.placement)
     state = state._replace(window=_observed(state.window, fresh, when))
     if state.slots.positions.shape[1] <= config.budget:
         return slots.settle(state)

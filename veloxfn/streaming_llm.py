@@ -3,6 +3,9 @@
     kept = the first `sink` arrivals and the last budget - sink
 
 Claims: path independent, content independent; both cadences are the same.
+
+Measured: on a trained model about what evicting at random with half the budget recent gives (KL 0.088 against 0.089
+nats over six texts, 0.102 against 0.096 over the first two); with contiguous placement it runs past the trained length.
 """
 
 from __future__ import annotations

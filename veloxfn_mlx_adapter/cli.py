@@ -12,6 +12,7 @@ from typing import NoReturn, TypeVar
 import mlx.core as mx
 
 import veloxfn
+from veloxfn.cadence import most_tokens
 from veloxfn_mlx_adapter import generation
 from veloxfn_mlx_adapter.demo import DEMO_NAME
 from veloxfn_mlx_adapter.method_options import add_method_options, settings_of
@@ -109,25 +110,29 @@ def _parsers() -> tuple[_Parser, _Parser]:
 
 def _generate(options: argparse.Namespace) -> None:
     settings = {"budget": options.budget} | settings_of(options)
-    if "h2o" in (options.method, options.scorer) and settings.get("decay", 1.0) == 1.0:
+    scorer = options.scorer
+    if options.method == "pyramidkv" and "taper" in settings:
+        scorer = scorer or "h2o"
+    if "h2o" in (options.method, scorer) and settings.get("decay", 1.0) == 1.0:
         # better than the paper's plain sums where a prompt arrives in chunks
         settings = {"age_normalised": True} | settings
-    config = generation.config_for(options.method, settings, scorer=options.scorer)
+    config = generation.config_for(options.method, settings, scorer=scorer)
     request = generation.Request(
         prompt=_prompt(options.prompt, options.prompt_file),
         max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
-        chunk=_at_least("--chunk", options.chunk, 1),
+        chunk=min(_at_least("--chunk", options.chunk, 1), most_tokens(config)),
         seed=_at_least("--seed", options.seed, 0) % 2**64,
         temp=_at_least("--temp", options.temp, 0),
     )
     model, tokenizer = generation.load_model(options.model)
     tokens = generation.tokens_of(tokenizer, request.prompt)
-    config = generation.fitted(config, model, prompt_tokens=len(tokens), contiguous=options.contiguous)
+    prompt_end = None if "anneal_from" in settings else len(tokens)
+    config = generation.fitted(config, model, anneal_from=prompt_end, contiguous=options.contiguous)
     caches = generation.caches_for(model, config)
     said = generation.answer(
         model, tokenizer, caches, tokens, request, out=sys.stdout, progress=generation.show_progress
     )
-    print(f"\n{generation.report(caches, said)}")
+    print(f"\n{generation.report(caches, said, options.method)}")
 
 
 def _prompt(text: str | None, file: str | None) -> str:

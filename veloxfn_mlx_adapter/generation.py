@@ -147,31 +147,37 @@ def answer(
         request: how to sample.
         out: where the text goes, piece by piece.
         progress: called with prompt tokens read and their total.
+
+    Raises:
+        UsageError: a setting that shows only now not to fit the model.
     """
     from mlx_lm import stream_generate
     from mlx_lm.sample_utils import make_sampler
 
     mx.random.seed(request.seed)
     pieces, last = [], None
-    for last in stream_generate(
-        model,
-        tokenizer,
-        list(prompt),
-        max_tokens=request.max_tokens,
-        sampler=make_sampler(temp=request.temp),
-        prompt_cache=caches,
-        prefill_step_size=request.chunk,
-        prompt_progress_callback=progress,
-    ):
-        pieces.append(last.text)
-        out.write(last.text)
-        out.flush()
+    try:
+        for last in stream_generate(
+            model,
+            tokenizer,
+            list(prompt),
+            max_tokens=request.max_tokens,
+            sampler=make_sampler(temp=request.temp),
+            prompt_cache=caches,
+            prefill_step_size=request.chunk,
+            prompt_progress_callback=progress,
+        ):
+            pieces.append(last.text)
+            out.write(last.text)
+            out.flush()
+    except ValueError as error:  # a setting that does not fit the model, such as shared_heads
+        raise UsageError(str(error)) from error
     out.write("\n")
     assert last is not None  # stream_generate yields at least its closing response
     return Answer("".join(pieces), last.prompt_tokens, last.prompt_tps, last.generation_tokens, last.generation_tps)
 
 
-def report(caches: list[Any], said: Answer) -> str:
+def report(caches: list[Any], said: Answer, method: str) -> str:
     """What the caches hold now against a cache that keeps everything, and how fast it went."""
     layers = diagnostics(caches)
     kept, full = sum(layer.kept_bytes for layer in layers), sum(layer.full_bytes for layer in layers)
@@ -182,7 +188,7 @@ def report(caches: list[Any], said: Answer) -> str:
     others = len(caches) - len(layers)
     untouched = f"; {others} other layers keep their own cache" if others else ""
     lines = [
-        ("method", f"{layers[0].method}, budget {budget} rows per kv head"),
+        ("method", f"{method}, budget {budget} rows per kv head"),
         ("tokens seen", f"{max(layer.tokens_seen for layer in layers)}"),
         ("rows kept", f"{held} per kv head in {len(layers)} layers{untouched}"),
         ("cache bytes", f"{kept:,} of {full:,} that a full cache would hold"),
@@ -193,31 +199,33 @@ def report(caches: list[Any], said: Answer) -> str:
     return "\n".join(f"{name:<12} {text}" for name, text in lines)
 
 
-def fitted(config: Retention, model: Any, *, prompt_tokens: int, contiguous: bool) -> Retention:
+def fitted(config: Retention, model: Any, *, anneal_from: int | None, contiguous: bool) -> Retention:
     """The config with what only the model and the prompt know.
 
     Args:
         config: what `config_for` returned.
         model: an mlx_lm model.
-        prompt_tokens: length of the prompt; a temperature schedule that starts at 0 starts behind it.
-        contiguous: see kept rows without gaps, with the rotary embedding of the model's first layer.
+        anneal_from: where Keyformer's temperature starts to change, with noise on logits: the prompt's length, so that
+            the prompt is scored at the first temperature. None = as the config says.
+        contiguous: see kept rows without gaps, with the rotary embedding of the model's first evicting layer.
 
     Raises:
         UsageError: contiguous, and the model's rotary embedding is not known.
     """
     changes: dict[str, Any] = {}
+    full = [i for i, cache in enumerate(make_stock_cache(model)) if type(cache) is KVCache]
     if contiguous:
         try:
-            changes["placement"] = Contiguous(rope_of(model))
+            changes["placement"] = Contiguous(rope_of(model, full[0] if full else 0))
         except ValueError as error:
             raise UsageError(str(error)) from error
     ranking: Retention = getattr(config, "scorer", config)
-    if getattr(ranking, "anneal_from", None) == 0:
-        changes["anneal_from"] = prompt_tokens
+    if anneal_from is not None and getattr(ranking, "noise", None) == "logit":
+        changes["anneal_from"] = anneal_from
     ranking = dataclasses.replace(ranking, **changes)
     if not hasattr(config, "scorer"):
         return ranking
-    layers = sum(type(cache) is KVCache for cache in make_stock_cache(model))
+    layers = max(1, len(full))  # a model without such layers is refused with the caches
     spread: dict[str, Any] = dict.fromkeys(_RETENTION) | {"scorer": ranking, "layers": layers}  # None = the scorer's
     return dataclasses.replace(config, **spread)
 

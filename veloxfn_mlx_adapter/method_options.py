@@ -31,9 +31,13 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Add one option per setting that some method has, each saying which."""
     group = parser.add_argument_group("settings of the methods", "default: the method's own")
-    for name, (kind, owners, help_text) in _settings().items():
-        known = "all methods" if len(owners) == len(veloxfn.METHODS) else ", ".join(owners)
-        text = f"{known}: {help_text}".replace("%", "%%")
+    for name, (kind, meanings) in _settings().items():
+        said: dict[str, list[str]] = {}
+        for method, meaning in meanings.items():
+            said.setdefault(meaning, []).append(method)
+        everywhere = len(said) == 1 and len(meanings) == len(veloxfn.METHODS)
+        parts = [f"{'all methods' if everywhere else ', '.join(owners)}: {meaning}" for meaning, owners in said.items()]
+        text = "; ".join(parts).replace("%", "%%")
         if kind == "bool":
             group.add_argument(
                 flag_of(name), dest=f"method_{name}", action=argparse.BooleanOptionalAction, default=None, help=text
@@ -43,16 +47,15 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag_of(name), dest=f"method_{name}", type=_TYPES[kind], metavar=metavar, help=text)
 
 
-def _settings() -> dict[str, tuple[str, list[str], str]]:
-    """Setting -> its type, the methods that have it, and what it means."""
-    found: dict[str, tuple[str, list[str], str]] = {}
+def _settings() -> dict[str, tuple[str, dict[str, str]]]:
+    """Setting -> its type, and what it means to each method that has it."""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
     for method, module in veloxfn.METHODS.items():
         for field in dataclasses.fields(module.Config):
-            if field.name in _ELSEWHERE:
-                continue
-            kind = str(field.type).split(" | ")[0]
-            _, owners, text = found.get(field.name, (kind, [], ""))
-            found[field.name] = (kind, [*owners, method], text or _meaning(module.Config, field.name))
+            if field.name not in _ELSEWHERE:
+                kind = str(field.type).split(" | ")[0]
+                _, meanings = found.setdefault(field.name, (kind, {}))
+                meanings[method] = _meaning(module.Config, field.name)
     return found
 
 

@@ -59,6 +59,7 @@ def test_the_default_method_ranks_by_age_normalised_mass(monkeypatch):
     configs = []
     monkeypatch.setattr(generation, "load_model", lambda name: (None, None))
     monkeypatch.setattr(generation, "tokens_of", lambda tokenizer, prompt: [0] * 700)
+    monkeypatch.setattr(generation, "fitted", lambda config, model, **_: config)
     monkeypatch.setattr(generation, "caches_for", lambda model, config: configs.append(config) or [])
     monkeypatch.setattr(generation, "answer", lambda *_, **__: None)
     monkeypatch.setattr(generation, "report", lambda *_: "")
@@ -89,6 +90,7 @@ def test_every_setting_of_every_method_is_an_option(monkeypatch):
         "--method tova --recent 2 --shared-heads 3",
         "--method pyramidkv --beta 5 --window 16",
         "--method pyramidkv --scorer h2o --taper 1.5 --recent 8",
+        "--method pyramidkv --taper 1.5",
         "--method knorm --keep high",
     ):
         cli.main(["generate", *options.split()])
@@ -101,6 +103,7 @@ def test_every_setting_of_every_method_is_an_option(monkeypatch):
         tova.Config(budget=256, recent=2, shared_heads=3),
         pyramidkv.Config(beta=5.0, scorer=snapkv.Config(budget=256, window=16)),
         pyramidkv.Config(taper=1.5, scorer=h2o.Config(budget=256, recent=8, age_normalised=True)),
+        pyramidkv.Config(taper=1.5, scorer=h2o.Config(budget=256, age_normalised=True)),
         knorm.Config(budget=256, keep="high"),
     ]
 
@@ -109,24 +112,29 @@ def test_every_setting_says_what_it_means(capsys):
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help"])
     text = capsys.readouterr().out
-    for name, (_, owners, meaning) in method_options._settings().items():
-        assert meaning, f"{name} of {owners} has no line in its Config's docstring"
+    for name, (_, meanings) in method_options._settings().items():
+        for method, meaning in meanings.items():
+            assert meaning, f"{name} of {method} has no line in its Config's docstring"
         assert method_options.flag_of(name) in text
+    flat = " ".join(text.split())
+    assert "keyformer: last arrivals that are protected; None = min(0.3 budget, budget - sink - 1)" in flat
 
 
 def test_the_config_is_fitted_to_the_model_and_the_prompt(smollm2):
     rope = Contiguous(rope_of(smollm2.model))
     for config, want in (
         (keyformer.Config(), keyformer.Config(anneal_from=70)),
-        (keyformer.Config(anneal_from=9), keyformer.Config(anneal_from=9)),
         (pyramidkv.Config(budget=64), pyramidkv.Config(budget=64, layers=30)),
         (
             pyramidkv.Config(scorer=keyformer.Config(budget=64), taper=2.0),
             pyramidkv.Config(scorer=keyformer.Config(budget=64, anneal_from=70), taper=2.0, layers=30),
         ),
     ):
-        assert generation.fitted(config, smollm2.model, prompt_tokens=70, contiguous=False) == want
-    placed = generation.fitted(pyramidkv.Config(budget=64), smollm2.model, prompt_tokens=70, contiguous=True)
+        assert generation.fitted(config, smollm2.model, anneal_from=70, contiguous=False) == want
+    asked = keyformer.Config(noise="additive")
+    assert generation.fitted(asked, smollm2.model, anneal_from=70, contiguous=False) == asked
+    assert generation.fitted(keyformer.Config(), smollm2.model, anneal_from=None, contiguous=False).anneal_from == 0
+    placed = generation.fitted(pyramidkv.Config(budget=64), smollm2.model, anneal_from=None, contiguous=True)
     assert placed == pyramidkv.Config(layers=30, scorer=snapkv.Config(budget=64, placement=rope))
 
 
@@ -136,7 +144,29 @@ def test_every_method_answers(loads_demo, capsys, method):
     assert cli.main(["generate", *options, "--max-tokens", "8", "--contiguous"]) == 0
     printed = capsys.readouterr().out
     assert "tokens seen" in printed
+    assert f"method       {method}, budget " in printed
     assert ("budget 34 rows" in printed) == (method != "pyramidkv")
+
+
+def test_a_setting_that_does_not_fit_the_model_is_one_line(loads_demo, capsys):
+    prompt = "one two three four five six seven eight nine ten eleven twelve"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["generate", "--prompt", prompt, "--budget", "16", "--shared-heads", "2"])
+    assert stopped.value.code == 2
+    assert "shared_heads must divide the rows" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_chunks_of_a_token_cadence_are_capped(monkeypatch):
+    requests = []
+    monkeypatch.setattr(generation, "load_model", lambda name: (None, None))
+    monkeypatch.setattr(generation, "tokens_of", lambda tokenizer, prompt: [0] * 9000)
+    monkeypatch.setattr(generation, "fitted", lambda config, model, **_: config)
+    monkeypatch.setattr(generation, "caches_for", lambda model, config: [])
+    monkeypatch.setattr(generation, "answer", lambda *arguments, **_: requests.append(arguments[4]))
+    monkeypatch.setattr(generation, "report", lambda *_: "")
+    for cadence in ("token", "block"):
+        cli.main(["generate", "--cadence", cadence, "--chunk", "8192"])
+    assert [request.chunk for request in requests] == [4096, 8192]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +179,7 @@ def test_every_method_answers(loads_demo, capsys, method):
         (["--method", "streaming_llm", "--recent", "3"], "--recent: streaming_llm has no such setting"),
         (["--method", "h2o", "--scorer", "tova"], "--scorer: h2o ranks by itself"),
         (["--method", "pyramidkv", "--scorer", "h2o", "--window", "3"], "--window: h2o has no such setting"),
-        (["--method", "keyformer", "--tau", "0"], "tau must be > 0 with noise='logit'"),
+        (["--method", "keyformer", "--tau", "0"], "tau must be >= 1e-06 with noise='logit'"),
         (["--method", "cam", "--noise-seed", "-1"], "seed must be >= 0, got -1"),
         (["--method", "tova", "--noise-seed", "1"], "--noise-seed: tova has no such setting"),
         (["--method", "knorm", "--age-normalised"], "--age-normalised: knorm has no such setting"),

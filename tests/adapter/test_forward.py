@@ -55,9 +55,10 @@ def test_lesson_33_sliding_window_layers_keep_their_own_cache(tiny, caches_of, s
     assert {type(cache).__name__ for cache in ours} == {"EvictingCache", "RotatingKVCache"}
 
 
-def test_lesson_18_offset_counts_tokens_seen(tiny, caches_of, tokens, feed):
+@pytest.mark.parametrize("method", METHODS)
+def test_lesson_18_offset_counts_tokens_seen(tiny, caches_of, tokens, feed, method):
     model = tiny()
-    caches = caches_of(model, budget=32)
+    caches = caches_of(model, method, budget=32, **({"beta": 1.0} if method == "pyramidkv" else {}))
     feed(model, caches, tokens(264), 64)
     for cache in caches:
         assert cache.offset == 264
@@ -117,23 +118,45 @@ def test_lesson_22_an_empty_call_changes_nothing(method):
             assert mx.array_equal(ours, theirs)
 
 
-def test_lesson_34_rows_of_a_batch_equal_separate_runs(tiny, caches_of, tokens, feed):
-    model, inputs = tiny(), tokens(70, batch=3)
-    together = caches_of(model, budget=16, sink=2)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        *((method, {}) for method in METHODS),
+        ("keyformer", {"noise": "additive"}),
+        ("cam", {"targets": "nearest", "merge": "similarity"}),
+    ],
+)
+def test_lesson_34_rows_of_a_batch_equal_separate_runs(tiny, caches_of, feed, method, settings):
+    """Noise does not depend on the place in the batch either."""
+    model = tiny(vocab_size=211)  # no token twice: equal tokens have equal norms, up to rounding
+    inputs = mx.stack([mx.random.permutation(211, key=mx.random.key(row))[:70] for row in range(3)])
+    settings = {"budget": 16, "sink": 2, **settings}
+    together = caches_of(model, method, **settings)
     logits = feed(model, together, inputs, 33, 20)
     for row in range(3):
-        alone = caches_of(model, budget=16, sink=2)
+        alone = caches_of(model, method, **settings)
         assert mx.allclose(feed(model, alone, inputs[row : row + 1], 33, 20), logits[row : row + 1], atol=1e-4)
         for one, all_of_them in zip(alone, together, strict=True):
             kept = veloxfn.kept_positions(all_of_them.method_state)[2 * row : 2 * row + 2]
             assert veloxfn.kept_positions(one.method_state).tolist() == kept.tolist()
 
 
-def test_layers_name_their_noise_streams(tiny, caches_of, tokens, feed):
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_name_their_noise_streams(tiny, caches_of, tokens, feed, method):
     model = tiny()
-    caches = caches_of(model, budget=16)
+    caches = caches_of(model, method, budget=16)
     feed(model, caches, tokens(8, batch=2), 8)
     assert caches[1].method_state.slots.streams.tolist() == veloxfn.streams(2, 2, 1).tolist()
+
+
+def test_lesson_6_the_noise_of_layers_and_heads_differs_and_that_of_sequences_does_not(tiny, caches_of, tokens, feed):
+    model = tiny()
+    caches = caches_of(model, "keyformer", budget=16, noise="additive")
+    feed(model, caches, mx.tile(tokens(8), (2, 1)), 8)
+    drawn = [tuple(row) for cache in caches for row in cache.method_state.noise.tolist()]
+    assert len(drawn) == 8
+    assert len(set(drawn)) == 4, "two layers of two heads"
+    assert drawn[:2] == drawn[2:4]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -68,8 +68,8 @@ def test_lesson_42_memory_is_flat_over_a_thousand_steps(method, groups):
             step()
         peaks.append(mx.get_peak_memory() - before)
     assert max(peaks) - min(peaks) < buffer / 4
-    # Neither keys nor values were copied: a copy of either alone would show as one buffer more. CaM rewrites values that
-    # the attention of the same evaluation reads, for which MLX copies them.
+    # Neither keys nor values were copied: a copy of either alone would show as one buffer more. CaM rewrites values
+    # that the attention of the same evaluation reads, for which MLX copies them.
     assert max(peaks) < (2 if method == "cam" else 1) * buffer
 
 

@@ -92,11 +92,12 @@ def test_who_lost_to_random():
 
 def test_a_growing_graph_is_refused():
     plan = quality.LONG  # the budget is full after two chunks
-    quality.check_graph(quality.Graph([5, 7, 8, 9, 9, 6], [2, 2, 2, 2, 2]), plan)
+    quality.check_graph(quality.Graph([5, 7, 8, 9, 9, 6], [2, 2, 2, 2, 2]), plan, plan.budget)
     with pytest.raises(RuntimeError, match="graph of a chunk grows"):
-        quality.check_graph(quality.Graph([5, 7, 8, 9, 9, 10], [2, 2]), plan)
+        quality.check_graph(quality.Graph([5, 7, 8, 9, 9, 10], [2, 2]), plan, plan.budget)
+    quality.check_graph(quality.Graph([5, 7, 8, 9, 9, 9], [2, 2]), plan, 2 * plan.chunk + 1)
     with pytest.raises(RuntimeError, match="growing graph behind"):
-        quality.check_graph(quality.Graph([5, 7, 7], [2, 2, 2, 2, 3, 4, 5]), plan)
+        quality.check_graph(quality.Graph([5, 7, 7], [2, 2, 2, 2, 3, 4, 5]), plan, plan.budget)
 
 
 def test_the_graph_is_counted():

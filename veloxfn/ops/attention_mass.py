@@ -56,7 +56,7 @@ def attention_mass(
     """
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
-    queries, wide = ready(queries, keys)
+    queries, wide = ready(queries, keys, grows=temper is not None)
     if temper is not None:
         queries = queries / temper.tau[:, None, :, None]
     if count == 1 and weights is None:

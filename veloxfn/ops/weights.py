@@ -9,10 +9,14 @@ from veloxfn.ops.fusion import fused, on_gpu
 __all__ = ["exponentials", "ready", "softmax"]
 
 
-def ready(queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
-    """Queries [.., D] and keys [N, n, D] as float32 [.., D] and [N, D, n], whose product is the logits."""
+def ready(queries: mx.array, keys: mx.array, *, grows: bool = False) -> tuple[mx.array, mx.array]:
+    """Queries [.., D] and keys [N, n, D] as float32 [.., D] and [N, D, n], whose product is the logits.
+
+    `grows` says that the queries will be divided by small numbers.
+    """
     unit = 1.0
-    if keys.dtype == queries.dtype == mx.float16 and not on_gpu():  # a float32 query times 2**112 could overflow
+    # A float32 query, or one that grows, times 2**112 could overflow.
+    if keys.dtype == queries.dtype == mx.float16 and not grows and not on_gpu():
         keys, unit = _widened(keys), 2.0**112
     return queries.astype(mx.float32) * (unit * queries.shape[-1] ** -0.5), keys.astype(mx.float32).swapaxes(1, 2)
 
