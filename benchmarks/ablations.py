@@ -27,6 +27,7 @@ from veloxfn import cam, h2o, keyformer, pyramidkv, snapkv
 
 FULL = Plan(continuation=64)
 QUICK = quality.QUICK
+ALL_BUT_ONE = "all but one recent"
 COLUMNS = ("variant", "KL to the full cache, nats", "same top token", "against", "difference in KL (95 %)")
 
 
@@ -47,7 +48,14 @@ def merging_group(plan: Plan, seeds: int) -> list[Variant]:
         for gate in (True, False):
             config = cam.Config(**shared, **settings, gate=gate, cadence=cadence)
             variants.append(Variant(f"{rule}, gate {'on' if gate else 'off'}", [quality.bound(config)], merging.OFF))
-    return variants
+    # The authors' own setting: all rows but one are sinks and recent, one loser at a time, sums.
+    shared["recent"] = plan.budget - plan.sink - 1
+    own = cam.Config(**shared, normalise=False, cadence="token")
+    return [
+        *variants,
+        Variant(ALL_BUT_ONE, [quality.bound(h2o.Config(**shared))], None),
+        Variant(f"{ALL_BUT_ONE}, window, plain sum, gate on", [quality.bound(own)], ALL_BUT_ONE),
+    ]
 
 
 def layers_group(plan: Plan, seeds: int) -> list[Variant]:

@@ -35,7 +35,8 @@ def test_every_variant_has_the_same_rows_and_sinks(group, plan):
 
 
 def test_merging_pairs_every_rule_with_and_without_the_gate():
-    off, *rest = ablations.merging_group(PLAN, 1)
+    off, *rest, plain, own = ablations.merging_group(PLAN, 1)
+    assert [configs(each.policies[0])[0].recent_rows for each in (plain, own)] == [PLAN.budget - PLAN.sink - 1] * 2
     assert configs(off.policies[0])[0].recent_rows == PLAN.recent
     for on, without in zip(rest[::2], rest[1::2], strict=True):
         (gated,), (always,) = configs(on.policies[0]), configs(without.policies[0])
