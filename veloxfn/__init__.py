@@ -73,7 +73,7 @@ METHODS: dict[str, ModuleType] = {
     "knorm": knorm,
     "streaming_llm": streaming_llm,
 }
-"""Every method by name: its row puts it into the tests, laws, benchmarks and the command line."""
+"""Every method by name: its row puts it into the tests, laws, adapter tests and the command line."""
 
 
 def policy(config: Retention) -> Policy[Any]:

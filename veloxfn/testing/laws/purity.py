@@ -173,6 +173,8 @@ def _bad_calls(policy: AnyPolicy, claims: Claims, state: AnyState, block: Block)
         twice = mx.concatenate([queries, queries], axis=2)
         yield "queries of two tokens for one", any_error, ("queries",), update(keys, values, queries=twice)
         yield "queries of rank 3", any_error, ("queries",), update(keys, values, queries=queries[:, 0])
+    if claims.takes_queries and not claims.needs_queries:
+        policy.update_batched(state, keys, values, queries=queries)  # raises where the claim is false
     if not claims.takes_queries:
         yield "queries for a method that takes none", any_error, (), update(keys, values, queries=queries)
 
