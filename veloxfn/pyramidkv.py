@@ -9,9 +9,9 @@ budgets over a model's layers.
 
 Claims: those of the scorer. beta = 1 or taper = 1 is the scorer bit for bit.
 
-Measured: on a model of 30 layers and 135M parameters equal budgets lose less than any pyramid of the same rows, and the
-steeper the worse (one text, KL: SnapKV 0.064, beta 2 / 5 / 20: 0.070 / 0.076 / 0.082; H2O 0.045, taper 1.25 / 1.5 / 1.9:
-0.048 / 0.055 / 0.078).
+Measured: on a model of 30 layers and 135M parameters equal budgets lose less than any pyramid of the same rows, and
+the steeper the worse (one text, KL: SnapKV 0.064, beta 2 / 5 / 20: 0.070 / 0.076 / 0.082; H2O 0.045, taper 1.25 / 1.5 /
+1.9: 0.048 / 0.055 / 0.078).
 
 Differs from the paper: the budgets sum exactly to layers x mean (the authors' overshoot by up to 11.7 %), never
 increase from layer to layer, and no layer loses rows when the mean rises.
