@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import mlx.core as mx
 
@@ -56,8 +56,9 @@ def merge(config: cam.Config) -> Dispose:
     """
 
     def dispose(state: Any, lost: mx.array) -> Any:
-        losers = _losers(config, state, lost)
-        survivors = _survivors(config, state, lost, losers)
+        seen = seen_keys(config.placement, state.slots) if config.compares_keys or config.merge_keys else None
+        losers = _losers(config, state, seen, lost)
+        survivors = _survivors(config, state, seen, lost, losers)
         rows, count = survivors.places.shape
         tile = max(1, _TILE_ELEMENTS // (rows * count))
         taken = mx.zeros((rows, count, 1 + losers.content.shape[2]), mx.float32)
@@ -85,17 +86,17 @@ def merge_probability(mass: mx.array, mean: mx.array) -> mx.array:
     return mx.where(mean == 0, (mass > 0).astype(mx.float32), ratio)
 
 
-def _losers(config: cam.Config, state: cam.State, lost: mx.array) -> _Side:
+def _losers(config: cam.Config, state: cam.State, seen: mx.array | None, lost: mx.array) -> _Side:
     length = lost.shape[1]
     if length == config.budget + 1:
         index = mx.argmax(lost, axis=1, keepdims=True)
     else:
         index = mx.argsort(mx.where(lost, state.slots.positions, -1), axis=1)[:, config.budget :]
-    found = _side(config, state, index)
+    found = _side(config, state, seen, index)
     return found._replace(positions=mx.where(mx.take_along_axis(lost, index, axis=1), found.positions, -1))
 
 
-def _survivors(config: cam.Config, state: cam.State, lost: mx.array, losers: _Side) -> _Side:
+def _survivors(config: cam.Config, state: cam.State, seen: mx.array | None, lost: mx.array, losers: _Side) -> _Side:
     """All survivors; in a step, with one loser, only those that can be its targets."""
     positions = mx.where(lost, -1, state.slots.positions)
     length = lost.shape[1]
@@ -106,24 +107,25 @@ def _survivors(config: cam.Config, state: cam.State, lost: mx.array, losers: _Si
         later = mx.where(positions > losers.positions, positions, mx.iinfo(mx.int32).max)
         index = mx.argpartition(later, count - 1, axis=1)[:, :count]
     else:
-        cosines = _cosines(losers.keys, seen_keys(config.placement, state.slots)).squeeze(1)
+        cosines = _cosines(losers.keys, cast(mx.array, seen)).squeeze(1)
         able = (positions >= config.sink) & mx.isfinite(cosines)
         cosines = mx.where(able, cosines, -2.0)
         best = cosines == mx.max(cosines, axis=1, keepdims=True)
         index = mx.argmin(mx.where(best, positions, mx.iinfo(mx.int32).max), axis=1, keepdims=True)  # ties: the oldest
-    found = _side(config, state, index)
+    found = _side(config, state, seen, index)
     return found._replace(positions=mx.take_along_axis(positions, index, axis=1))
 
 
-def _side(config: cam.Config, state: cam.State, index: mx.array) -> _Side:
+def _side(config: cam.Config, state: cam.State, seen: mx.array | None, index: mx.array) -> _Side:
+    """The slots `index` [N, M]; `seen` are the keys [N, n, D] of all slots, None where nothing asks for them."""
     slots = state.slots
 
     def pick(buffer: mx.array) -> mx.array:
         return mx.take_along_axis(buffer, index[..., None], axis=1).astype(mx.float32)
 
     content, keys = pick(slots.values), mx.zeros((*index.shape, 0), mx.float32)
-    if config.compares_keys or config.merge_keys:
-        keys = pick(seen_keys(config.placement, slots))
+    if seen is not None:
+        keys = pick(seen)
     if config.merge_keys:
         content = mx.concatenate([content, keys], axis=2)
     positions, mass = (mx.take_along_axis(column, index, axis=1) for column in (slots.positions, state.mass))
@@ -161,7 +163,7 @@ def _targets(config: cam.Config, losers: _Side, survivors: _Side, cosines: mx.ar
         later = (theirs > mine) & (mine >= 0)
         before = later.shape[2] - later.sum(axis=2, keepdims=True)
         return later & ((numbers < before + config.target_count) | (later.shape[2] <= config.target_count))
-    able = (theirs >= max(config.sink, 0)) & (mine >= 0) & mx.isfinite(cosines)
+    able = (theirs >= config.sink) & (mine >= 0) & mx.isfinite(cosines)
     nearest = mx.argmax(mx.where(able, cosines, -2.0), axis=2, keepdims=True)  # ties: the oldest
     return able & (numbers == nearest)
 

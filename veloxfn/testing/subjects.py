@@ -73,14 +73,6 @@ class Subject:
         return next(filter(self.accepts, _ROOMY), self.budgets[-1])
 
 
-def _h2o(**settings: Any) -> Callable[[int], AnyPolicy]:
-    return lambda budget: h2o.policy(h2o.Config(**({"budget": budget, "sink": min(1, budget - 1)} | settings)))
-
-
-def _halves(**settings: Any) -> Callable[[int], AnyPolicy]:
-    return lambda budget: _h2o(recent=(budget - 1) // 2, **settings)(budget)
-
-
 def _made(module: Any, **settings: Any) -> Callable[[int], AnyPolicy]:
     """Policies of a module with a sink of at most one row, other settings as given (a callable takes the budget)."""
 
@@ -114,29 +106,21 @@ def _window(budget: int) -> int:
     return max(1, _half(budget))
 
 
-def _knorm(**settings: Any) -> Callable[[int], AnyPolicy]:
-    return lambda budget: knorm.policy(knorm.Config(**({"budget": budget, "sink": min(1, budget - 1)} | settings)))
-
-
-def _streaming(sink: int) -> Callable[[int], AnyPolicy]:
-    return lambda budget: streaming_llm.policy(streaming_llm.Config(budget=budget, sink=min(sink, budget - 1)))
-
-
 _CONTIGUOUS = Contiguous(Rope(dims=2))
 
 
 _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
     "h2o": {
-        "h2o": _h2o(),
-        "h2o-token": _h2o(cadence="token"),
-        "h2o-fading": _h2o(decay=0.5, recent=0),
-        "h2o-last-query": _h2o(decay=0.0, recent=0, sink=0, cadence="token"),
-        "h2o-observed": _halves(age_normalised=True),
-        "h2o-proxy": _halves(query_source="key_proxy"),
-        "h2o-proxy-observed": _halves(query_source="key_proxy", age_normalised=True),
-        "h2o-proxy-fading": _halves(query_source="key_proxy", decay=0.9, cadence="token"),
-        "h2o-shared": _h2o(shared_heads=2),
-        "h2o-contiguous": _h2o(placement=_CONTIGUOUS),
+        "h2o": _made(h2o),
+        "h2o-token": _made(h2o, cadence="token"),
+        "h2o-fading": _made(h2o, decay=0.5, recent=0),
+        "h2o-last-query": _made(h2o, decay=0.0, recent=0, sink=0, cadence="token"),
+        "h2o-observed": _made(h2o, recent=_half, age_normalised=True),
+        "h2o-proxy": _made(h2o, recent=_half, query_source="key_proxy"),
+        "h2o-proxy-observed": _made(h2o, recent=_half, query_source="key_proxy", age_normalised=True),
+        "h2o-proxy-fading": _made(h2o, recent=_half, query_source="key_proxy", decay=0.9, cadence="token"),
+        "h2o-shared": _made(h2o, shared_heads=2),
+        "h2o-contiguous": _made(h2o, placement=_CONTIGUOUS),
     },
     "keyformer": {
         "keyformer": _made(keyformer),
@@ -176,16 +160,16 @@ _VARIANTS: dict[str, dict[str, Callable[[int], AnyPolicy]]] = {
         "pyramidkv-taper": _pyramid(h2o, None, 1.5),
     },
     "knorm": {
-        "knorm-low": _knorm(),
-        "knorm-high": _knorm(keep="high", sink=0),
-        "knorm-recent": lambda budget: _knorm(recent=(budget - 1) // 2)(budget),
-        "knorm-token": lambda budget: _knorm(recent=(budget - 1) // 3, cadence="token")(budget),
-        "knorm-shared": _knorm(shared_heads=2),
-        "knorm-contiguous": _knorm(placement=_CONTIGUOUS, cadence="token"),
+        "knorm-low": _made(knorm),
+        "knorm-high": _made(knorm, keep="high", sink=0),
+        "knorm-recent": _made(knorm, recent=_half),
+        "knorm-token": _made(knorm, recent=_third, cadence="token"),
+        "knorm-shared": _made(knorm, shared_heads=2),
+        "knorm-contiguous": _made(knorm, placement=_CONTIGUOUS, cadence="token"),
     },
     "streaming_llm": {
-        "streaming_llm": _streaming(2),
-        "sliding-window": _streaming(0),
+        "streaming_llm": _made(streaming_llm, sink=lambda budget: min(2, budget - 1)),
+        "sliding-window": _made(streaming_llm, sink=0),
         "streaming_llm-contiguous": _made(streaming_llm, placement=_CONTIGUOUS, sink=_third),
     },
 }
