@@ -1,0 +1,106 @@
+// What several kernels share: ranks, reductions over a threadgroup, addressed noise.
+// A pointer is always a template parameter: its address space differs between inputs, outputs and threadgroup arrays.
+
+// ---- The order in which slots are freed: (class, importance, position), lowest first, as one 64-bit number in halves.
+
+struct Rank {
+  uint high;
+  uint low;
+  uint slot;
+};
+
+inline bool below(Rank a, Rank b) {
+  return a.high != b.high ? a.high < b.high : (a.low != b.low ? a.low < b.low : a.slot < b.slot);
+}
+
+inline Rank last_rank() {
+  return Rank{0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu};
+}
+
+// Classes: 0 free, 1 NaN, 2 unprotected, 3 protected. Ties in importance: the oldest.
+inline Rank rank_of(float importance, int position, int seen, int sink, int recent, uint slot) {
+  if (position < 0) return Rank{0u, 0u, slot};
+  const bool nan = isnan(importance);
+  const uint kind = (position < sink || position >= seen - recent) ? 3u : (nan ? 1u : 2u);
+  const uint bits = nan ? 0u : as_type<uint>(importance + 0.0f);
+  const uint ordinal = (bits >> 31) ? 0xFFFFFFFFu - bits : bits | 0x80000000u;
+  return Rank{(kind << 30) | (ordinal >> 2), (ordinal << 30) | uint(position), slot};
+}
+
+inline Rank simd_lowest(Rank mine) {
+  for (uint mask = 16; mask > 0; mask >>= 1) {
+    Rank other;
+    other.high = simd_shuffle_xor(mine.high, mask);
+    other.low = simd_shuffle_xor(mine.low, mask);
+    other.slot = simd_shuffle_xor(mine.slot, mask);
+    if (below(other, mine)) mine = other;
+  }
+  return mine;
+}
+
+// The lowest rank of a threadgroup, to all lanes. `shared` is a threadgroup array of 96 uint; a barrier comes first and
+// last, so it can be used again at once.
+template <typename P>
+inline Rank lowest(Rank mine, P shared, uint lane, uint lanes) {
+  const uint group = lane / 32, groups = (lanes + 31) / 32;
+  mine = simd_lowest(mine);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane % 32 == 0) {
+    shared[group] = mine.high;
+    shared[32 + group] = mine.low;
+    shared[64 + group] = mine.slot;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Rank best = last_rank();
+  if (lane % 32 < groups) best = Rank{shared[lane % 32], shared[32 + lane % 32], shared[64 + lane % 32]};
+  best = simd_lowest(best);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return best;
+}
+
+// ---- Sums and maxima of a threadgroup, to all lanes; `shared` is a threadgroup array of 32 float.
+
+template <typename P>
+inline float sum_of(float mine, P shared, uint lane, uint lanes) {
+  mine = simd_sum(mine);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane % 32 == 0) shared[lane / 32] = mine;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float total = simd_sum(lane % 32 < (lanes + 31) / 32 ? float(shared[lane % 32]) : 0.0f);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return total;
+}
+
+template <typename P>
+inline float max_of(float mine, P shared, uint lane, uint lanes) {
+  mine = simd_max(mine);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane % 32 == 0) shared[lane / 32] = mine;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float top = simd_max(lane % 32 < (lanes + 31) / 32 ? float(shared[lane % 32]) : -INFINITY);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return top;
+}
+
+// ---- Noise: a hash of (64-bit name, position), bit for bit that of veloxfn/ops/noise.py.
+
+inline uint keyed(uint low, uint high, int position) {
+  uint x = uint(position) + low;
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) + high;
+  x = (x ^ (x >> 16)) * 0x846CA68Bu;
+  x = (x ^ (x >> 15)) * 0x7FEB352Du;
+  return x ^ (x >> 16);
+}
+
+inline float hashed_gumbel(uint low, uint high, int position) {
+  const float unit = (float(keyed(low, high, position) >> 9) + 0.5f) * 1.1920928955078125e-7f;
+  return -log(-log(unit));
+}
+
+// ---- Arithmetic.
+
+// Half an infinity is infinite, too: NaN and infinities fail this test.
+inline bool finite(float x) {
+  return fabs(x) < INFINITY;
+}

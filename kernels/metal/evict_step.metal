@@ -1,0 +1,33 @@
+// One threadgroup per row: the mass of every slot, then the slot that loses, whose position becomes -1.
+//
+//   mass_out = mass * decay + attention
+//   importance = sign * (mass_out / max(counted - position, 1)) + tau * noise
+//
+// Template: DECAYS, ATTENDED, AGED, NOISY (bool), SIGN, SINK, RECENT (int).
+
+const uint row = threadgroup_position_in_grid.x;
+const uint lane = thread_position_in_threadgroup.x;
+const uint lanes = threads_per_threadgroup.x;
+const uint length = positions_shape[1];
+const int now = seen[row];
+threadgroup uint ranks[96];
+
+Rank mine = last_rank();
+for (uint j = lane; j < length; j += lanes) {
+  const uint at = row * length + j;
+  const int position = positions[at];
+  float heavy = mass[at];
+  if (DECAYS) heavy = product(heavy, decay[row]);
+  if (ATTENDED) heavy = heavy + attention[at];
+  mass_out[at] = heavy;
+  float importance = heavy;
+  if (AGED) importance = heavy / float(max(counted[row] - position, 1));
+  if (SIGN < 0) importance = -importance;
+  if (NOISY) importance = importance + product(tau[row], noise[at]);
+  const Rank other = rank_of(importance, position, now, SINK, RECENT, j);
+  if (below(other, mine)) mine = other;
+}
+const uint lost = lowest(mine, ranks, lane, lanes).slot;
+for (uint j = lane; j < length; j += lanes) {
+  positions_out[row * length + j] = j == lost ? -1 : positions[row * length + j];
+}

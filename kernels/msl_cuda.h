@@ -1,0 +1,76 @@
+// Metal's vocabulary for CUDA: the bodies in metal/ compile unchanged behind this header.
+#define threadgroup __shared__
+#define device
+#define constant const
+
+#define thread_position_in_threadgroup threadIdx
+#define threadgroup_position_in_grid blockIdx
+#define threads_per_threadgroup blockDim
+#define threadgroups_per_grid gridDim
+#define thread_index_in_simdgroup (threadIdx.x & 31u)
+#define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
+
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
+#ifndef NAN
+#define NAN __int_as_float(0x7fc00000)
+#endif
+
+typedef unsigned int uint;
+typedef unsigned long long ulong;
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+
+__device__ __forceinline__ void threadgroup_barrier(mem_flags flags) {
+  if (flags == mem_flags::mem_device) __threadfence_block();
+  __syncthreads();
+}
+__device__ __forceinline__ void simdgroup_barrier(mem_flags) { __syncwarp(); }
+
+template <typename T> __device__ __forceinline__ T simd_shuffle_xor(T x, unsigned mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+template <typename T> __device__ __forceinline__ T simd_shuffle(T x, unsigned lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+template <typename T> __device__ __forceinline__ T simd_broadcast(T x, unsigned lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+template <typename T> __device__ __forceinline__ T simd_sum(T x) {
+  for (int m = 16; m > 0; m >>= 1) x += __shfl_xor_sync(0xffffffffu, x, m);
+  return x;
+}
+template <typename T> __device__ __forceinline__ T simd_max(T x) {
+  for (int m = 16; m > 0; m >>= 1) { T y = __shfl_xor_sync(0xffffffffu, x, m); x = y > x ? y : x; }
+  return x;
+}
+template <typename T> __device__ __forceinline__ T simd_min(T x) {
+  for (int m = 16; m > 0; m >>= 1) { T y = __shfl_xor_sync(0xffffffffu, x, m); x = y < x ? y : x; }
+  return x;
+}
+
+template <typename To, typename From> __device__ __forceinline__ To as_type(From x) {
+  static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
+  union { From from; To to; } u{x};
+  return u.to;
+}
+
+// A product that is rounded by itself, never fused with an addition behind it.
+__device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
+
+// n consecutive elements at `from` as float in to[0 .. n - 1]; n is a power of two where it matters, and `from` aligned to it.
+template <int n, typename E> struct alignas(n * sizeof(E) <= 16 ? n * sizeof(E) : 16) Packed { E at[n]; };
+template <int n, typename E, typename A> __device__ __forceinline__ void load_vector(const E* from, A to) {
+  if constexpr ((n & (n - 1)) == 0) {
+    const Packed<n, E> packed = *reinterpret_cast<const Packed<n, E>*>(from);
+#pragma unroll
+    for (int i = 0; i < n; i++) to[i] = float(packed.at[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) to[i] = float(from[i]);
+  }
+}
+
+// Helper functions of the bodies are device functions; nothing is included after this.
+#define inline __device__ __forceinline__

@@ -1,0 +1,130 @@
+"""Run a kernel of `kernels/metal` on the back end that an op chose.
+
+The Metal text is the single source. `mx.fast.metal_kernel` takes it as it is, `mx.fast.cuda_kernel` behind
+`msl_cuda.h`, which maps Metal's vocabulary to CUDA's, and `veloxfn.testing.emulation` behind `msl_host.h`, which lets
+g++ compile it and runs it lane by lane.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from veloxfn import checks
+from veloxfn.ops.fusion import on_gpu
+
+__all__ = ["BACKENDS", "Kernel", "backend_for", "launch", "source_of"]
+
+BACKENDS = ("reference", "metal", "cuda", "host")
+
+# What outputs are filled with before a kernel runs; None = nothing. Tests set NaN.
+POISON: float | None = None
+
+
+class Kernel(NamedTuple):
+    """A kernel: the body `kernels/metal/<name>.metal` and the names it uses for its arrays."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+Output = tuple[tuple[int, ...], mx.Dtype]
+Template = Mapping[str, int | bool | mx.Dtype]
+
+
+def backend_for(asked: str | None) -> str:
+    """The back end of an op: what was asked for, else that of the default device.
+
+    Args:
+        asked: "reference" (MLX's own primitives), "metal", "cuda", "host" (the kernel, emulated on the CPU; slow, for
+            tests), or None.
+
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: a back end that this machine has not.
+    """
+    if asked is None:
+        if not on_gpu():
+            return "reference"
+        return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "reference"
+    checks.choice("backend", asked, BACKENDS)
+    available = {"metal": mx.metal.is_available, "cuda": mx.cuda.is_available}
+    if asked in available and not available[asked]():
+        raise RuntimeError(f"backend={asked!r} needs MLX with {asked}, which this machine has not")
+    return asked
+
+
+def launch(
+    kernel: Kernel,
+    backend: str,
+    inputs: Sequence[mx.array],
+    outputs: Sequence[Output],
+    *,
+    template: Template,
+    groups: tuple[int, int, int],
+    threads: int,
+) -> list[mx.array]:
+    """Run a kernel.
+
+    Args:
+        kernel: the kernel.
+        backend: "metal", "cuda" or "host".
+        inputs: one array per name, none empty.
+        outputs: shape and dtype of each output.
+        template: constants of the body, types among them.
+        groups: threadgroups along x, y and z.
+        threads: of a threadgroup, along x; a multiple of 32, at most 1024.
+
+    Returns:
+        The outputs.
+    """
+    if backend == "host":
+        from veloxfn.testing import emulation  # needs numpy and g++
+
+        return emulation.run(kernel, inputs, outputs, template=template, groups=groups, threads=threads)
+    made: Any = _made(kernel, backend)(
+        inputs=list(inputs),
+        template=list(template.items()),
+        grid=(groups[0] * threads, groups[1], groups[2]),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        init_value=POISON,
+    )
+    return list(made)
+
+
+@lru_cache(maxsize=None)
+def _made(kernel: Kernel, backend: str) -> Callable[..., Any]:
+    header, body = source_of(kernel.name, backend)
+    # MLX keeps what it built under the kernel's name: another text needs another name.
+    digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
+    make = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+    return make(
+        name=f"veloxfn_{kernel.name}_{digest}",
+        input_names=list(kernel.inputs),
+        output_names=list(kernel.outputs),
+        header=header,
+        source=body,
+    )
+
+
+@lru_cache(maxsize=None)
+def source_of(name: str, backend: str) -> tuple[str, str]:
+    """Header and body of a kernel for a back end: "metal", "cuda" or "host"."""
+    folder = _folder()
+    header = (folder / f"msl_{backend}.h").read_text() + (folder / "metal" / "common.metal").read_text()
+    return header, (folder / "metal" / f"{name}.metal").read_text()
+
+
+def _folder() -> Path:
+    """The kernels that were installed with the package, else those of the checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "_kernels"
+    return installed if installed.is_dir() else package.parent / "kernels"
