@@ -7,7 +7,8 @@ import pytest
 
 from veloxfn import h2o, streaming_llm
 from veloxfn.base import Slots
-from veloxfn.retention import protected, rank, retire, weakest
+from veloxfn.ops import weakest
+from veloxfn.retention import protected, rank, retire
 
 INF, NAN = math.inf, math.nan
 
@@ -64,8 +65,7 @@ def test_lesson_11_a_protected_slot_goes_last_even_against_infinity():
 
 def test_free_slots_rank_below_everything():
     slots = slots_at([-1, 0, 1])
-    order = rank(slots, mx.array([[INF, -INF, NAN]]), sink=0, recent=0)
-    assert weakest(order).tolist() == [[0]]
+    assert weakest(mx.array([[INF, -INF, NAN]]), slots.positions, slots.seen, sink=0, recent=0).tolist() == [0]
 
 
 def test_protected_are_the_first_and_the_last_arrivals():

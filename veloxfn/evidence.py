@@ -9,20 +9,20 @@ import mlx.core as mx
 from veloxfn import ops
 from veloxfn.base import Slots
 from veloxfn.placement import Absolute, seen_keys
+from veloxfn.slots import arrival_positions
 
 if TYPE_CHECKING:
     from veloxfn.placement import Placement
 
-__all__ = ["accumulated", "arrival_positions", "attention_mass", "attention_of_last", "key_norms", "visible_to"]
-
-
-def arrival_positions(slots: Slots) -> mx.array:
-    """Positions [N, S] int32 of the block that awaits eviction, -1 = padded."""
-    valid = slots.arrived >= 0
-    if valid.shape[1] == 1:
-        return mx.where(valid, slots.seen[:, None] - 1, -1)
-    from_here = mx.cumsum(valid.astype(mx.int32), axis=1, reverse=True)
-    return mx.where(valid, slots.seen[:, None] - from_here, -1)
+__all__ = [
+    "arrival_positions",
+    "attention_mass",
+    "attention_of_last",
+    "key_norms",
+    "received",
+    "remembered",
+    "visible_to",
+]
 
 
 def visible_to(slots: Slots, until: mx.array) -> mx.array:
@@ -71,8 +71,7 @@ def attention_mass(
     )
 
 
-def accumulated(
-    mass: mx.array,
+def received(
     slots: Slots,
     queries: mx.array | None,
     attention: mx.array | None,
@@ -81,28 +80,31 @@ def accumulated(
     decay: float = 1.0,
     temper: ops.Temper | None = None,
 ) -> mx.array:
-    """Masses [N, n] with the block that awaits eviction added.
+    """Attention [N, n] float32 that every slot receives from the block that awaits eviction, whatever it is known by.
 
     Args:
-        mass: [N, n] float32 of the queries before the block.
         slots: slots with S arrivals.
         queries: [N, G, S, D] of the block, or None.
         attention: [N, n] of the block instead, or None; without both the arriving keys act as queries over the slots
             before them.
         placement: where the keys are seen.
-        decay: what a query keeps of the mass before it.
+        decay: weight of a query per later query.
         temper: temperature and noise of the logits.
     """
-    if decay != 1.0:
-        valid = (slots.arrived >= 0).sum(axis=1, keepdims=True)
-        mass = mass * mx.power(mx.array(decay, mx.float32), valid.astype(mx.float32))
     if attention is not None:
-        return mass + attention.astype(mx.float32)
+        return attention.astype(mx.float32)
     own = queries is not None
     if queries is None:
         index = mx.maximum(slots.arrived, 0)[..., None]
         queries = mx.take_along_axis(seen_keys(placement, slots), index, axis=1)[:, None]
-    return mass + attention_mass(slots, queries, placement=placement, decay=decay, own=own, temper=temper)
+    return attention_mass(slots, queries, placement=placement, decay=decay, own=own, temper=temper)
+
+
+def remembered(slots: Slots, decay: float) -> mx.array | None:
+    """What the masses keep over the block that awaits eviction: [N] float32, None for all of them."""
+    if decay == 1.0:
+        return None
+    return mx.power(mx.array(decay, mx.float32), (slots.arrived >= 0).sum(axis=1).astype(mx.float32))
 
 
 def attention_of_last(

@@ -18,9 +18,10 @@ import mlx.core as mx
 from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import accumulated
+from veloxfn.evidence import received, remembered
+from veloxfn.ops.evict_step import importance_of, updated_mass
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -124,9 +125,9 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    base = slots.append(state.slots, keys, values, valid, budget=config.budget)
+    state = slots.extend(state, keys, values, valid, budget=config.budget, mass=0.0)
     cadence.check_block(config, keys)
-    return State(slots=base, mass=slots.arrive(base, state.mass, 0.0))
+    return state
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -149,8 +150,9 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     check_evidence("h2o", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
-    state = scored(config, state, queries, attention)
-    return retire(state, importance(config, state), config)
+    attention = received(state.slots, queries, attention, placement=config.placement, decay=config.decay)
+    decay, counted = remembered(state.slots, config.decay), _counted(config, state.slots)
+    return retire_by(state, config, "mass", attention, decay=decay, counted=counted)
 
 
 def check_evidence(
@@ -168,16 +170,20 @@ def check_evidence(
 
 def scored(config: Config, state: State, queries: mx.array | None, attention: mx.array | None) -> State:
     """The state with the block's attention in its masses."""
-    mass = accumulated(state.mass, state.slots, queries, attention, placement=config.placement, decay=config.decay)
-    return state._replace(mass=mass)
+    attention = received(state.slots, queries, attention, placement=config.placement, decay=config.decay)
+    return state._replace(mass=updated_mass(state.mass, attention, remembered(state.slots, config.decay)))
 
 
 def importance(config: Config, state: State) -> mx.array:
     """Mass [N, n], per query that has seen the slot where the config says so."""
+    return importance_of(state.mass, state.slots.positions, counted=_counted(config, state.slots))
+
+
+def _counted(config: Config, base: Slots) -> mx.array | None:
+    """Queries [N] that a token at position 0 has been seen by, where masses are ranked per query."""
     if not config.age_normalised:
-        return state.mass
-    age = state.slots.seen[:, None] - state.slots.positions - (config.query_source == "key_proxy")
-    return state.mass / mx.maximum(age, 1).astype(mx.float32)
+        return None
+    return base.seen - 1 if config.query_source == "key_proxy" else base.seen
 
 
 def update_batched(

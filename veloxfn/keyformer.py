@@ -19,7 +19,9 @@ Differs from the paper: "additive", one frozen draw per token in place of a fres
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -27,10 +29,12 @@ import mlx.core as mx
 from veloxfn import cadence, checks, draws, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import accumulated, arrival_positions
+from veloxfn.evidence import received
 from veloxfn.ops import Temper
+from veloxfn.ops.slot_numbers import numbers
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import retire_by
+from veloxfn.slots import arrival_positions
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -179,12 +183,12 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    base = slots.append(state.slots, keys, values, valid, budget=config.budget)
+    drawn: Callable[[mx.array], mx.array] | float = 0.0
+    if config.noise == "additive":
+        drawn = partial(draws.gumbel, config.seed, state.slots.streams)
+    state = slots.extend(state, keys, values, valid, budget=config.budget, mass=0.0, noise=drawn)
     cadence.check_block(config, keys)
-    drawn: mx.array | float = 0.0
-    if config.noise == "additive" and keys.shape[1]:
-        drawn = draws.gumbel(config.seed, base.streams, arrival_positions(base))
-    return State(slots=base, mass=slots.arrive(base, state.mass, 0.0), noise=slots.arrive(base, state.noise, drawn))
+    return state
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -215,10 +219,12 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
     heads = 1 if queries is None else queries.shape[1]
-    mass = accumulated(
-        state.mass, base, queries, attention, placement=config.placement, temper=_temper(config, base, heads)
-    )
-    return retire(state._replace(mass=mass), _importance(config, base, mass, state.noise), config)
+    temper = _temper(config, base, heads)
+    attention = received(base, queries, attention, placement=config.placement, temper=temper)
+    if config.noise != "additive" or config.temperatures == (0.0, 0.0):
+        return retire_by(state, config, "mass", attention)
+    tau = temperature(config, mx.maximum(base.seen - 1 - config.anneal_from, 0))
+    return retire_by(state, config, "mass", attention, noise=state.noise, tau=tau)
 
 
 def _temper(config: Config, base: Slots, heads: int) -> Temper | None:
@@ -229,16 +235,8 @@ def _temper(config: Config, base: Slots, heads: int) -> Temper | None:
     tau = temperature(config, mx.maximum(when - config.anneal_from, 0))
     if config.noise == "none":
         return Temper(tau)
-    head = slots.numbers(heads)[:, None]
+    head = numbers(heads)[:, None]
     return Temper(tau, draws.names(config.seed, base.streams[:, None, None], head, mx.maximum(when, 0)[:, None]))
-
-
-def _importance(config: Config, base: Slots, mass: mx.array, noise: mx.array) -> mx.array:
-    """Mass [N, n], with the tokens' noise where the config says so."""
-    if config.noise != "additive" or config.temperatures == (0.0, 0.0):
-        return mass
-    before = mx.maximum(base.seen[:, None] - 1 - config.anneal_from, 0)
-    return mass + temperature(config, before) * noise
 
 
 def update_batched(

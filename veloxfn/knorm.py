@@ -23,7 +23,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import key_norms
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -108,8 +108,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, or the last block was not evicted.
         TypeError: another dtype than the state's.
     """
-    base = slots.append(state.slots, keys, values, valid, budget=config.budget)
-    return State(slots=base, norms=slots.arrive(base, state.norms, key_norms(keys)))
+    return slots.extend(state, keys, values, valid, budget=config.budget, norms=lambda _: key_norms(keys))
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -127,7 +126,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.no_evidence("knorm", queries, attention)
     if state.slots.arrived.shape[1] == 0:
         return state
-    return retire(state, -state.norms if config.keep == "low" else state.norms, config)
+    return retire_by(state, config, "norms", keep_low=config.keep == "low")
 
 
 def update_batched(

@@ -10,21 +10,22 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from veloxfn import ops
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import Dispose, drop
-from veloxfn.slots import gather_slots, numbers, settle, with_slots
+from veloxfn.ops.evict_step import importance_of, updated_mass
+from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.weakest import order_of, shielded
+from veloxfn.slots import gather_slots, settle, with_columns, with_slots
 
-__all__ = ["protected", "rank", "retire", "weakest"]
+__all__ = ["protected", "rank", "retire", "retire_by"]
 
 S = TypeVar("S", bound=State)
-
-_POSITION_BITS = 30
 
 
 def protected(slots: Slots, *, sink: int, recent: int) -> mx.array:
     """Slots [N, n] bool of the first `sink` and the last `recent` arrivals of each row."""
-    positions, seen = slots.positions, slots.seen[:, None]
-    return (positions >= 0) & ((positions < sink) | (positions >= seen - recent))
+    return shielded(slots.positions, slots.seen, sink=sink, recent=recent)
 
 
 def rank(slots: Slots, importance: mx.array, *, sink: int, recent: int) -> mx.array:
@@ -39,17 +40,7 @@ def rank(slots: Slots, importance: mx.array, *, sink: int, recent: int) -> mx.ar
     Returns:
         [N, n] uint64, distinct for live slots: 2 bits of class, 32 of importance, 30 of position.
     """
-    live, nan = slots.positions >= 0, mx.isnan(importance)
-    kind = mx.where(protected(slots, sink=sink, recent=recent), 3, mx.where(nan, 1, 2))
-    bits = mx.view(mx.where(nan, 0.0, importance) + 0.0, mx.uint32)
-    ordinal = mx.where(bits >> 31, 0xFFFFFFFF - bits, bits | 0x80000000)
-    high = (kind.astype(mx.uint64) << 62) + (ordinal.astype(mx.uint64) << _POSITION_BITS)
-    return mx.where(live, high + slots.positions.astype(mx.uint64), 0)
-
-
-def weakest(order: mx.array) -> mx.array:
-    """Slot of the lowest rank: [N, n] uint64 -> [N, 1] int32."""
-    return mx.argmin(order, axis=1, keepdims=True).astype(mx.int32)
+    return order_of(importance, slots.positions, slots.seen, sink=sink, recent=recent)
 
 
 def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispose = drop) -> S:
@@ -75,7 +66,6 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     if length < capacity:
         return settle(state)
     shared = _shared(importance.astype(mx.float32), config.shared_heads)
-    order = rank(slots, shared, sink=config.sink, recent=config.recent_rows)
     live = slots.positions >= 0
     if length == capacity:
         if slots.keys.shape[1] > capacity:  # of a larger budget before
@@ -85,9 +75,11 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
                 rotations=slots.rotations[:, :capacity],
             )
             state = with_slots(state, slots)
-        lost = live & (numbers(length) == weakest(order))
+        weakest = ops.weakest(shared, slots.positions, slots.seen, sink=config.sink, recent=config.recent_rows)
+        lost = live & (numbers(length) == weakest[:, None])
         state = dispose(state, lost)
         return _freed(state, mx.where(lost, -1, slots.positions))
+    order = rank(slots, shared, sink=config.sink, recent=config.recent_rows)
     split = length - config.budget
     places = mx.argpartition(order, split, axis=1).astype(mx.int32)[:, split - 1 :]
     spare, kept = places[:, :1], mx.sort(places[:, 1:], axis=1)
@@ -95,6 +87,60 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     state = gather_slots(dispose(state, lost), mx.concatenate([kept, spare], axis=1))
     free = numbers(capacity) == config.budget
     return _freed(state, mx.where(free, -1, state.slots.positions))
+
+
+def retire_by(
+    state: S,
+    config: Retention,
+    column: str | None,
+    attention: mx.array | None = None,
+    *,
+    decay: mx.array | None = None,
+    counted: mx.array | None = None,
+    noise: mx.array | None = None,
+    tau: mx.array | None = None,
+    keep_low: bool = False,
+) -> S:
+    """`retire` by a column of the state that takes in the block's attention first; a step is one launch on a GPU.
+
+    Args:
+        state: any state; its columns go with their slots.
+        config: budget, sink, recent_rows and shared_heads.
+        column: name of the column; None = none, ranks by the attention alone, or by age without it.
+        attention: [N, n] of the block; None = 0.
+        decay: [N] float32, what the column keeps.
+        counted: [N] int32, for a ranking per query; None = by sums.
+        noise: [N, n] float32 that is added `tau` times.
+        tau: [N] float32.
+        keep_low: rank by the negative.
+
+    Returns:
+        The state with S = 0.
+    """
+    slots, mass = state.slots, None if column is None else getattr(state, column)
+    if slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1 and config.shared_heads == 1:
+        mass, positions = ops.evict_step(
+            slots.positions,
+            slots.seen,
+            mass,
+            attention,
+            decay=decay,
+            counted=counted,
+            noise=noise,
+            tau=tau,
+            keep_low=keep_low,
+            sink=config.sink,
+            recent=config.recent_rows,
+        )
+        return _freed(state if column is None else with_columns(state, {column: mass}), positions)
+    if mass is None:
+        mass = mx.zeros(slots.positions.shape, mx.float32) if attention is None else attention
+    else:
+        mass = updated_mass(mass, attention, decay)
+    if column is not None:
+        state = with_columns(state, {column: mass})
+    importance = importance_of(mass, slots.positions, counted=counted, noise=noise, tau=tau, keep_low=keep_low)
+    return retire(state, importance, config)
 
 
 def _freed(state: S, positions: mx.array) -> S:

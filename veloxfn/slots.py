@@ -6,33 +6,35 @@ per-row leaves; every leaf has the leading axis N. The functions here move all o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
-from veloxfn import checks
+from veloxfn import checks, ops
 from veloxfn.base import Slots, State
+from veloxfn.ops.slot_numbers import numbers
 from veloxfn.placement import Absolute, Contiguous, Placement, check_dims, live_count
 
 __all__ = [
     "append",
+    "arrival_positions",
     "arrival_rotations",
     "arrivals",
     "arrive",
     "concat_rows",
     "empty",
+    "extend",
     "gather_slots",
     "kept_positions",
     "map_columns",
-    "numbers",
     "ordered",
     "settle",
     "streams",
     "take_back",
     "take_rows",
     "with_arrival_rotations",
+    "with_columns",
     "with_slots",
 ]
 
@@ -96,6 +98,65 @@ def empty(
         streams=streams.astype(mx.uint32),
         rotations=mx.zeros((rows, budget + 1 if isinstance(placement, Contiguous) else 0), mx.int32),
     )
+
+
+def extend(
+    state: S,
+    keys: mx.array,
+    values: mx.array,
+    valid: mx.array | None,
+    *,
+    budget: int,
+    **fresh: mx.array | float | Callable[[mx.array], mx.array],
+) -> S:
+    """`append`, and every per-slot column with the arrivals' entries; one token into a full buffer is two launches.
+
+    Args:
+        state: a state whose last block was evicted.
+        keys: [N, S, D] in the dtype of the slots.
+        values: [N, S, Dv] likewise.
+        valid: [N, S] bool, False = padded; None = all valid.
+        budget: rows that the caller keeps.
+        fresh: for each column by its name, the arrivals' entries, broadcast to [N, .., S]; or a function of their
+            positions [N, S] (-1 = padded).
+
+    Returns:
+        The state with `arrived` [N, S]; errors as `append`.
+    """
+    slots = state.slots
+    checks.block(slots, keys, values, valid)
+    count = keys.shape[1]
+    columns = {name: getattr(state, name) for name in fresh}
+    one = count == 1 and valid is None and slots.positions.shape[1] == slots.keys.shape[1] == budget + 1
+    if one and not slots.rotations.shape[1] and all(column.ndim == 2 for column in columns.values()):
+        coming = slots.seen[:, None]
+        entries = [_entry(fresh[name], coming, column) for name, column in columns.items()]
+        pairs = [(column, entry.squeeze(1)) for column, entry in zip(columns.values(), entries, strict=True)]
+        admitted = ops.admit(slots.positions, slots.seen, pairs)
+        stored = ops.place_rows(slots.keys, slots.values, keys, values, admitted.slot)
+        slots = Slots(*stored, admitted.positions, admitted.slot, admitted.seen, slots.streams, slots.rotations)
+        return with_columns(with_slots(state, slots), dict(zip(columns, admitted.columns, strict=True)))
+    slots = append(slots, keys, values, valid, budget=budget)
+    if count == 0:
+        return with_slots(state, slots)
+    coming = arrival_positions(slots)
+    grown = {name: arrive(slots, column, _entry(fresh[name], coming, column)) for name, column in columns.items()}
+    return with_columns(with_slots(state, slots), grown)
+
+
+def _entry(fresh: mx.array | float | Callable[[mx.array], mx.array], coming: mx.array, column: mx.array) -> mx.array:
+    """Entries [N, .., S] of arrivals at positions `coming` [N, S] for a column [N, .., n]."""
+    entry = fresh(coming) if callable(fresh) else mx.array(fresh, column.dtype)
+    return mx.broadcast_to(entry, (*column.shape[:-1], coming.shape[1]))
+
+
+def arrival_positions(slots: Slots) -> mx.array:
+    """Positions [N, S] int32 of the block that awaits eviction, -1 = padded."""
+    valid = slots.arrived >= 0
+    if valid.shape[1] == 1:
+        return mx.where(valid, slots.seen[:, None] - 1, -1)
+    from_here = mx.cumsum(valid.astype(mx.int32), axis=1, reverse=True)
+    return mx.where(valid, slots.seen[:, None] - from_here, -1)
 
 
 def append(slots: Slots, keys: mx.array, values: mx.array, valid: mx.array | None, *, budget: int) -> Slots:
@@ -195,12 +256,6 @@ def _extended(column: mx.array, arrived: mx.array, fresh: mx.array, *, in_place:
     return mx.concatenate([column, fresh], axis=-1) if fresh.shape[-1] else column
 
 
-@lru_cache(maxsize=32)
-def numbers(count: int) -> mx.array:
-    """0 .. count - 1 as a constant [count] int32: one array for all steps of a full cache, not an op in each."""
-    return mx.array(list(range(count)), dtype=mx.int32)
-
-
 def take_back(state: S, tokens: int, *, budget: int) -> S:
     """The state as if the last arrivals of the block that awaits eviction had never come.
 
@@ -240,6 +295,11 @@ def take_back(state: S, tokens: int, *, budget: int) -> S:
         rotations=slots.rotations[:, :size],
     )
     return map_columns(lambda column: column[..., :length], with_slots(state, slots))
+
+
+def with_columns(state: S, columns: Mapping[str, mx.array]) -> S:
+    """The same state with other per-slot columns, by name."""
+    return _replace(state, **columns) if columns else state
 
 
 def with_slots(state: S, slots: Slots) -> S:

@@ -25,6 +25,7 @@ from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
+from veloxfn.ops.slot_numbers import numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire
 
@@ -125,9 +126,9 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    base = slots.append(state.slots, keys, values, valid, budget=config.budget)
+    state = slots.extend(state, keys, values, valid, budget=config.budget, window=0.0)
     cadence.check_block(config, keys)
-    return State(slots=base, window=slots.arrive(base, state.window, 0.0))
+    return state
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -163,7 +164,7 @@ def _observed(window: mx.array, fresh: mx.array, when: mx.array) -> mx.array:
         place = (mx.maximum(when, 0) % size)[..., None]
         kept = mx.take_along_axis(window, place, axis=1)
         return mx.put_along_axis(window, place, mx.where(when[..., None] >= 0, fresh, kept), axis=1)
-    hits = (when % size)[:, None] == slots.numbers(size)[:, None]
+    hits = (when % size)[:, None] == numbers(size)[:, None]
     hits = hits & (when >= 0)[:, None]  # [N, w, T]: at most one per ring row
     source = mx.argmax(hits, axis=2)[..., None]
     return mx.where(mx.any(hits, axis=2, keepdims=True), mx.take_along_axis(fresh, source, axis=1), window)

@@ -19,7 +19,7 @@ from veloxfn import checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -87,7 +87,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, or the last block was not evicted.
         TypeError: another dtype than the state's.
     """
-    return State(slots=slots.append(state.slots, keys, values, valid, budget=config.budget))
+    return slots.extend(state, keys, values, valid, budget=config.budget)
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -105,8 +105,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.no_evidence("streaming_llm", queries, attention)
     if state.slots.arrived.shape[1] == 0:
         return state
-    # All equal: ties lose oldest first.
-    return retire(state, mx.zeros(state.slots.positions.shape, mx.float32), config)
+    return retire_by(state, config, None)
 
 
 def update_batched(

@@ -11,7 +11,7 @@ Claims: split invariant with cadence "token"; not with cadence "block", where on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -107,9 +107,9 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    base = slots.append(state.slots, keys, values, valid, budget=config.budget)
+    state = slots.extend(state, keys, values, valid, budget=config.budget)
     cadence.check_block(config, keys)
-    return State(slots=base)
+    return state
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -134,7 +134,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return cadence.replay(absorb, evict, config, state, queries)
     if queries is not None:
         attention = attention_of_last(state.slots, queries, 1, placement=config.placement)[0].squeeze(1)
-    return retire(state, cast(mx.array, attention), config)
+    return retire_by(state, config, None, attention)
 
 
 def update_batched(

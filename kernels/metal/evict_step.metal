@@ -1,9 +1,9 @@
 // One threadgroup per row: the mass of every slot, then the slot that loses, whose position becomes -1.
 //
-//   mass_out = mass * decay + attention
+//   mass_out = mass * decay + attention      (0 for an absent one)
 //   importance = sign * (mass_out / max(counted - position, 1)) + tau * noise
 //
-// Template: DECAYS, ATTENDED, AGED, NOISY (bool), SIGN, SINK, RECENT (int).
+// Template: MASSIVE, DECAYS, ATTENDED, AGED, NOISY (bool), SIGN, SINK, RECENT (int).
 
 const uint row = threadgroup_position_in_grid.x;
 const uint lane = thread_position_in_threadgroup.x;
@@ -16,7 +16,8 @@ Rank mine = last_rank();
 for (uint j = lane; j < length; j += lanes) {
   const uint at = row * length + j;
   const int position = positions[at];
-  float heavy = mass[at];
+  float heavy = 0.0f;
+  if (MASSIVE) heavy = mass[at];
   if (DECAYS) heavy = product(heavy, decay[row]);
   if (ATTENDED) heavy = heavy + attention[at];
   mass_out[at] = heavy;

@@ -1,5 +1,5 @@
 // Keys and values with one row of each replaced: lanes over the elements of a row of streams.
-// Template: T (type), D, DV (int).
+// Template: D, DV (int).
 
 const uint row = threadgroup_position_in_grid.y;
 const uint lane = threadgroup_position_in_grid.x * threads_per_threadgroup.x + thread_position_in_threadgroup.x;

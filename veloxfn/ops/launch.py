@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
 
-__all__ = ["BACKENDS", "Kernel", "backend_for", "launch", "source_of"]
+__all__ = ["BACKENDS", "Kernel", "absent", "backend_for", "lanes_for", "launch", "source_of"]
 
 BACKENDS = ("reference", "metal", "cuda", "host")
 
-# What outputs are filled with before a kernel runs; None = nothing. Tests set NaN.
+# For tests: what outputs are filled with before a kernel runs (None = nothing), and the back end that an op takes
+# where none was asked for (None = that of the default device).
 POISON: float | None = None
+FORCED: str | None = None
 
 
 class Kernel(NamedTuple):
@@ -50,6 +52,8 @@ def backend_for(asked: str | None) -> str:
         RuntimeError: a back end that this machine has not.
     """
     if asked is None:
+        if FORCED is not None:
+            return FORCED
         if not on_gpu():
             return "reference"
         return "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "reference"
@@ -87,7 +91,10 @@ def launch(
     if backend == "host":
         from veloxfn.testing import emulation  # needs numpy and g++
 
-        return emulation.run(kernel, inputs, outputs, template=template, groups=groups, threads=threads)
+        emulated: list[mx.array] = emulation.run(
+            kernel, inputs, outputs, template=template, groups=groups, threads=threads
+        )
+        return emulated
     made: Any = _made(kernel, backend)(
         inputs=list(inputs),
         template=list(template.items()),
@@ -100,22 +107,34 @@ def launch(
     return list(made)
 
 
-@lru_cache(maxsize=None)
+def lanes_for(length: int) -> int:
+    """Threads of a threadgroup that goes through `length` elements: whole SIMD groups, at most 1024."""
+    return min(1024, -(-max(length, 1) // 32) * 32)
+
+
+@cache
+def absent(dtype: mx.Dtype) -> mx.array:
+    """What stands in for an input that a kernel does not read."""
+    return mx.array([0], dtype)
+
+
+@cache
 def _made(kernel: Kernel, backend: str) -> Callable[..., Any]:
     header, body = source_of(kernel.name, backend)
     # MLX keeps what it built under the kernel's name: another text needs another name.
     digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
-    make = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
-    return make(
+    make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
+    made: Callable[..., Any] = make(
         name=f"veloxfn_{kernel.name}_{digest}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         header=header,
         source=body,
     )
+    return made
 
 
-@lru_cache(maxsize=None)
+@cache
 def source_of(name: str, backend: str) -> tuple[str, str]:
     """Header and body of a kernel for a back end: "metal", "cuda" or "host"."""
     folder = _folder()

@@ -1,0 +1,160 @@
+"""The step of a method that ranks by mass: the masses with one query's attention, then the slot that loses.
+
+    mass_j <- decay * mass_j + attention_j
+    importance_j = mass_j  [/ max(counted - position_j, 1)]  [+ tau * noise_j]
+
+It is the step of H2O (plain, decaying, age-normalised), of Keyformer (additive noise; noise on logits is already in the
+attention), of TOVA (no mass) and, with `keep_low`, of K-norm, whose mass is the norm.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxfn.ops.launch import Kernel, absent, backend_for, lanes_for, launch
+from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.weakest import reference as weakest
+
+__all__ = ["KERNEL", "evict_step", "importance_of", "reference", "updated_mass"]
+
+KERNEL = Kernel(
+    "evict_step",
+    ("positions", "seen", "mass", "attention", "decay", "counted", "noise", "tau"),
+    ("mass_out", "positions_out"),
+)
+
+
+def evict_step(
+    positions: mx.array,
+    seen: mx.array,
+    mass: mx.array | None,
+    attention: mx.array | None = None,
+    *,
+    decay: mx.array | None = None,
+    counted: mx.array | None = None,
+    noise: mx.array | None = None,
+    tau: mx.array | None = None,
+    keep_low: bool = False,
+    sink: int,
+    recent: int,
+    backend: str | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Masses after one query, and positions after one eviction.
+
+    Args:
+        positions: [N, n] int32 of the slots, below 2**30, -1 = free.
+        seen: [N] int32, arrivals so far.
+        mass: [N, n] float32; None = 0.
+        attention: [N, n] float32 that the slots receive; None = 0.
+        decay: [N] float32, what the masses keep; None = all.
+        counted: [N] int32, queries that a slot at position 0 would have received attention from: ranks by mass per
+            query. None ranks by mass.
+        noise: [N, n] float32, added `tau` times to the importance; None = none.
+        tau: [N] float32, given with `noise`.
+        keep_low: rank by the negative instead.
+        sink: first arrivals that are protected.
+        recent: last arrivals that are protected.
+        backend: see `veloxfn.ops.launch.backend_for`.
+
+    Returns:
+        mass [N, n] float32, and positions [N, n] int32 with -1 for the weakest slot of each row: a free one where there
+        is one, so that such a row loses nothing.
+
+    Raises:
+        ValueError: one of noise and tau without the other.
+    """
+    if (noise is None) != (tau is None):
+        raise ValueError("noise and tau go together: give both or neither")
+    backend = backend_for(backend)
+    if backend == "reference":
+        return reference(
+            positions,
+            seen,
+            mass,
+            attention,
+            decay=decay,
+            counted=counted,
+            noise=noise,
+            tau=tau,
+            keep_low=keep_low,
+            sink=sink,
+            recent=recent,
+        )
+    rows, length = positions.shape
+    none, no_count = absent(mx.float32), absent(mx.int32)
+    made = launch(
+        KERNEL,
+        backend,
+        [
+            positions,
+            seen,
+            none if mass is None else mass,
+            none if attention is None else attention.astype(mx.float32),
+            none if decay is None else decay,
+            no_count if counted is None else counted,
+            none if noise is None else noise,
+            none if tau is None else tau,
+        ],
+        [(positions.shape, mx.float32), (positions.shape, mx.int32)],
+        template={
+            "MASSIVE": mass is not None,
+            "ATTENDED": attention is not None,
+            "DECAYS": decay is not None,
+            "AGED": counted is not None,
+            "NOISY": noise is not None,
+            "SIGN": -1 if keep_low else 1,
+            "SINK": sink,
+            "RECENT": recent,
+        },
+        groups=(rows, 1, 1),
+        threads=lanes_for(length),
+    )
+    return made[0], made[1]
+
+
+def reference(
+    positions: mx.array,
+    seen: mx.array,
+    mass: mx.array | None,
+    attention: mx.array | None = None,
+    *,
+    decay: mx.array | None = None,
+    counted: mx.array | None = None,
+    noise: mx.array | None = None,
+    tau: mx.array | None = None,
+    keep_low: bool = False,
+    sink: int,
+    recent: int,
+) -> tuple[mx.array, mx.array]:
+    """`evict_step` in MLX's own primitives."""
+    if mass is None:
+        mass = mx.zeros(positions.shape, mx.float32) if attention is None else attention.astype(mx.float32)
+    else:
+        mass = updated_mass(mass, attention, decay)
+    importance = importance_of(mass, positions, counted=counted, noise=noise, tau=tau, keep_low=keep_low)
+    lost = weakest(importance, positions, seen, sink=sink, recent=recent)[:, None]
+    return mass, mx.where(numbers(positions.shape[1]) == lost, -1, positions)
+
+
+def updated_mass(mass: mx.array, attention: mx.array | None, decay: mx.array | None) -> mx.array:
+    """Masses [N, n] with the attention [N, n] of new queries, of the old ones the part `decay` [N]."""
+    if decay is not None:
+        mass = mass * decay[:, None]
+    return mass if attention is None else mass + attention.astype(mx.float32)
+
+
+def importance_of(
+    mass: mx.array,
+    positions: mx.array,
+    *,
+    counted: mx.array | None = None,
+    noise: mx.array | None = None,
+    tau: mx.array | None = None,
+    keep_low: bool = False,
+) -> mx.array:
+    """Importance [N, n]: arguments as for `evict_step`."""
+    if counted is not None:
+        mass = mass / mx.maximum(counted[:, None] - positions, 1).astype(mx.float32)
+    if keep_low:
+        mass = -mass
+    return mass if noise is None or tau is None else mass + tau[:, None] * noise
