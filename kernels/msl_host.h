@@ -29,7 +29,6 @@ enum class wait { none, barrier, simd, ended };
 
 struct lane {
   jmp_buf at;
-  ucontext_t start;
   bool started;
   uint index;
   wait state;
@@ -40,6 +39,7 @@ struct lane {
 };
 
 static lane lanes[1024];
+static ucontext_t starts[1024];
 static uint count;
 static uint group_of_grid[3];
 static uint arrived_in_simd[32];
@@ -143,7 +143,7 @@ static void arrange(uint* order, uint n, int chosen) {
   if (back == 0) {
     if (one->started) _longjmp(one->at, 1);
     one->started = true;
-    setcontext(&one->start);
+    setcontext(starts + one->index);
   }
   return back == 1;
 }
@@ -579,11 +579,12 @@ extern "C" __attribute__((visibility("default"))) int veloxfn_run(
     one->index = i;
     one->started = false;
     one->turns = 0;
-    getcontext(&one->start);
-    one->start.uc_stack.ss_sp = stacks + i * stack_size;
-    one->start.uc_stack.ss_size = stack_size;
-    one->start.uc_link = nullptr;
-    makecontext(&one->start, veloxfn_fiber, 0);
+    ucontext_t* start = host::starts + i;
+    getcontext(start);
+    start->uc_stack.ss_sp = stacks + i * stack_size;
+    start->uc_stack.ss_size = stack_size;
+    start->uc_link = nullptr;
+    makecontext(start, veloxfn_fiber, 0);
   }
   uint total = groups[0] * groups[1] * groups[2];
   for (uint i = 0; i < total; i++) {
