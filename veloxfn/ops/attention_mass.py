@@ -17,7 +17,7 @@ from veloxfn.draws import hashed_gumbel
 from veloxfn.ops.fusion import fused, on_gpu
 from veloxfn.ops.weights import exponentials, ready, softmax
 
-__all__ = ["Temper", "attention_mass", "reference"]
+__all__ = ["Temper", "attention_mass", "noisy", "reference"]
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
@@ -60,7 +60,7 @@ def attention_mass(
     if temper is not None:
         queries = queries / temper.tau[:, None, :, None]
     if count == 1 and weights is None:
-        logits = _noisy((queries @ wide[:, None]), temper, positions, slice(None)).squeeze(2)
+        logits = noisy((queries @ wide[:, None]), temper, positions, slice(None)).squeeze(2)
         return _of_one_token(logits, positions, until)
     weights = mx.ones((rows, count), mx.float32) if weights is None else weights
     tile = max(_TILE_QUERIES, (_GPU_ELEMENTS if on_gpu() else _CPU_ELEMENTS) // (rows * groups * length))
@@ -74,7 +74,7 @@ def attention_mass(
         logits = heads.reshape(rows, groups * heads.shape[2], dim) @ wide[:, :, :seen]
         slots = positions[:, :seen]
         part = _of_tile(
-            _noisy(logits.reshape(rows, groups, heads.shape[2], seen), temper, slots, now),
+            noisy(logits.reshape(rows, groups, heads.shape[2], seen), temper, slots, now),
             (slots[:, None] >= 0) & (slots[:, None] <= limit),
             weights[:, now] / groups,
         )
@@ -103,7 +103,7 @@ def reference(
     return (each if weights is None else each * weights[:, :, None]).sum(axis=1)
 
 
-def _noisy(logits: mx.array, temper: Temper | None, positions: mx.array, now: slice) -> mx.array:
+def noisy(logits: mx.array, temper: Temper | None, positions: mx.array, now: slice) -> mx.array:
     """Tempered logits [N, G, T, n] of the queries `now`, with the noise that `temper` asks for."""
     if temper is None or temper.names is None:
         return logits

@@ -9,16 +9,18 @@ from veloxfn.ops.fusion import fused, on_gpu
 __all__ = ["exponentials", "ready", "softmax"]
 
 
-def ready(queries: mx.array, keys: mx.array, *, grows: bool = False) -> tuple[mx.array, mx.array]:
+def ready(
+    queries: mx.array, keys: mx.array, *, grows: bool = False, scale: float | None = None
+) -> tuple[mx.array, mx.array]:
     """Queries [.., D] and keys [N, n, D] as float32 [.., D] and [N, D, n], whose product is the logits.
 
-    `grows` says that the queries will be divided by small numbers.
+    `grows` says that the queries will become much larger; `scale` of the products is D ** -0.5 unless given.
     """
-    unit = 1.0
+    unit = queries.shape[-1] ** -0.5 if scale is None else scale
     # A float32 query, or one that grows, times 2**112 could overflow.
     if keys.dtype == queries.dtype == mx.float16 and not grows and not on_gpu():
-        keys, unit = _widened(keys), 2.0**112
-    return queries.astype(mx.float32) * (unit * queries.shape[-1] ** -0.5), keys.astype(mx.float32).swapaxes(1, 2)
+        keys, unit = _widened(keys), unit * 2.0**112
+    return queries.astype(mx.float32) * unit, keys.astype(mx.float32).swapaxes(1, 2)
 
 
 def softmax(logits: mx.array, visible: mx.array, weight: float = 1.0) -> mx.array:
