@@ -14,7 +14,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
-from veloxfn.ops.launch import Kernel, Output, absent, backend_for, launch
+from veloxfn.ops.launch import Kernel, Output, absent, backend_for, constant, launch
 from veloxfn.ops.weights import ready, softmax
 
 __all__ = ["COMBINE", "KERNEL", "attend", "reference", "visible_mass"]
@@ -189,7 +189,7 @@ def _launched(
             absent(keys.dtype) if values is None else values,
             positions,
             until,
-            _constant(scale),
+            constant(scale),
             tau,
             names,
         ],
@@ -230,11 +230,6 @@ def _launched(
         threads=_LANES,
     )
     return output, mass
-
-
-@lru_cache(maxsize=64)
-def _constant(number: float) -> mx.array:
-    return mx.array([number], mx.float32)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,9 @@
     mass_j = sum_t weight_t mean_g softmax_j((q_gt . k_j / sqrt(D) + zeta_gtj) / tau_t)      tempered, with noise
 
 The block is worked through in tiles of queries, each over the slots that its last query can see, so memory and graph
-stay bounded. Products, weights and sums are float32 whatever the keys are.
+stay bounded. Products, weights and sums are float32 whatever the keys are. On a GPU the products are MLX's, and two
+kernels go over each tile of them; MLX multiplies float32 as TF32 there unless MLX_ENABLE_TF32=0, which loses nothing of
+float16 and bfloat16 keys and queries: they fit, and are scaled after.
 """
 
 from __future__ import annotations
@@ -15,13 +17,24 @@ import mlx.core as mx
 
 from veloxfn.draws import hashed_gumbel
 from veloxfn.ops.fusion import fused, on_gpu
+from veloxfn.ops.launch import Kernel, absent, backend_for, constant, launch
 from veloxfn.ops.weights import exponentials, ready, softmax
 
-__all__ = ["Temper", "attention_mass", "noisy", "reference"]
+__all__ = ["COLUMNS", "ROWS", "Temper", "attention_mass", "noisy", "reference"]
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
+
+
+ROWS = Kernel("mass_rows", ("products", "positions", "until", "scale", "weights", "tau", "names"), ("tops", "scales"))
+COLUMNS = Kernel(
+    "mass_columns",
+    ("products", "positions", "until", "scale", "tops", "scales", "mass", "tau", "names"),
+    ("mass_out",),
+)
+_KERNEL_ELEMENTS = 2**24  # products of one tile
+_FEW_QUERIES = 32  # query heads times queries that one pass over the keys takes
 
 
 class Temper(NamedTuple):
@@ -38,6 +51,8 @@ def attention_mass(
     until: mx.array,
     weights: mx.array | None = None,
     temper: Temper | None = None,
+    *,
+    backend: str | None = None,
 ) -> mx.array:
     """Attention that every slot receives from a block of queries.
 
@@ -50,10 +65,83 @@ def attention_mass(
         until: [N, S] int32: query t sees the live slots at positions up to until[t]; one that sees none counts nothing.
         weights: [N, S] float32 of the queries; None = 1.
         temper: temperature and noise of the logits; None = plain softmax.
+        backend: see `veloxfn.ops.launch.backend_for`.
 
     Returns:
         [N, n] float32.
     """
+    backend = backend_for(backend)
+    if backend != "reference":
+        from veloxfn.ops.attend import visible_mass
+
+        few = queries.shape[1] * queries.shape[2] <= _FEW_QUERIES
+        mass = visible_mass(queries, keys, positions, until, weights, temper, backend) if few else None
+        return _launched(queries, keys, positions, until, weights, temper, backend) if mass is None else mass
+    return _by_tiles(queries, keys, positions, until, weights, temper)
+
+
+def _launched(
+    queries: mx.array,
+    keys: mx.array,
+    positions: mx.array,
+    until: mx.array,
+    weights: mx.array | None,
+    temper: Temper | None,
+    backend: str,
+) -> mx.array:
+    rows, groups, count, dim = queries.shape
+    length = keys.shape[1]
+    heads, wide = queries.astype(mx.float32), keys.astype(mx.float32).swapaxes(1, 2)
+    scale = constant(dim**-0.5)
+    shares = mx.full((rows, count), 1 / groups) if weights is None else weights / groups
+    tile = max(_TILE_QUERIES, _KERNEL_ELEMENTS // (rows * groups * length))
+    mass = mx.zeros((rows, length), mx.float32)
+    none = absent(mx.float32)
+    for start in range(0, count, tile):
+        now = slice(start, min(start + tile, count))
+        some = now.stop - start
+        seen = length - count + now.stop
+        part = heads[:, :, now]
+        if start:
+            part = mx.depends([part], [mass])[0]  # one tile in memory at a time
+        products = part.reshape(rows, groups * some, dim) @ wide[:, :, :seen]
+        products = products.reshape(rows, groups, some, seen)
+        tau, names = none, absent(mx.uint32)
+        if temper is not None:
+            tau = temper.tau[:, now]
+            if temper.names is not None:
+                names = mx.contiguous(temper.names[:, :, now]).view(mx.uint32)
+        template = {"TEMPERED": temper is not None, "NOISY": names.size > 1}
+        limit = until[:, now]
+        tops, scales = launch(
+            ROWS,
+            backend,
+            [products, positions, limit, scale, shares[:, now], tau, names],
+            [((rows, groups, some), mx.float32)] * 2,
+            template=template,
+            groups=(rows * groups * some, 1, 1),
+            threads=256,
+        )
+        mass = launch(
+            COLUMNS,
+            backend,
+            [products, positions, limit, scale, tops, scales, mass, tau, names],
+            [((rows, length), mx.float32)],
+            template=template,
+            groups=(-(-length // 32), rows, 1),
+            threads=1024,
+        )[0]
+    return mass
+
+
+def _by_tiles(
+    queries: mx.array,
+    keys: mx.array,
+    positions: mx.array,
+    until: mx.array,
+    weights: mx.array | None,
+    temper: Temper | None,
+) -> mx.array:
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
     queries, wide = ready(queries, keys, grows=temper is not None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
 
-__all__ = ["BACKENDS", "Kernel", "absent", "backend_for", "lanes_for", "launch", "source_of"]
+__all__ = ["BACKENDS", "Kernel", "absent", "backend_for", "constant", "lanes_for", "launch", "source_of"]
 
 BACKENDS = ("reference", "metal", "cuda", "host")
 
@@ -116,6 +116,12 @@ def lanes_for(length: int) -> int:
 def absent(dtype: mx.Dtype) -> mx.array:
     """What stands in for an input that a kernel does not read."""
     return mx.array([0], dtype)
+
+
+@lru_cache(maxsize=64)
+def constant(number: float) -> mx.array:
+    """The number as an array [1] float32."""
+    return mx.array([number], mx.float32)
 
 
 @cache
