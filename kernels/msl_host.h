@@ -43,6 +43,7 @@ static ucontext_t starts[1024];
 static uint count;
 static uint group_of_grid[3];
 static uint arrived_in_simd[32];
+static struct { bool known; uint64_t bits; } folds[32][2];  // of a SIMD group and turn, by the first lane that reads
 static uint arrived_at_barrier;
 static lane* now;
 static jmp_buf scheduler;
@@ -87,6 +88,7 @@ template <typename... A> [[noreturn, gnu::noinline, gnu::cold]] void fault(const
   self->state = wait::simd;
   if (++arrived_in_simd[group] == 32) {
     arrived_in_simd[group] = 0;
+    folds[group][turn].known = false;
     for (uint i = 0; i < 32; i++) {
       if (first[i].operation != operation || first[i].where.line != where.line)
         fault("divergence: lanes of a SIMD group meet in different operations, at %s:%d and at %s:%d", first[i].where.file,
@@ -422,10 +424,16 @@ template <typename T> struct gathered {
   }
   // In the order of a butterfly, which is the same in every lane.
   template <typename F> T folded(F join) const {
+    auto& fold = folds[(first - lanes) / 32][turn];
     T x[32];
-    for (uint i = 0; i < 32; i++) x[i] = (*this)[i];
-    for (uint m = 16; m > 0; m /= 2)
-      for (uint i = 0; i < m; i++) x[i] = join(x[i], x[i + m]);
+    if (!fold.known) {
+      for (uint i = 0; i < 32; i++) __builtin_memcpy(x + i, &first[i].box[turn], sizeof(T));
+      for (uint m = 16; m > 0; m /= 2)
+        for (uint i = 0; i < m; i++) x[i] = join(x[i], x[i + m]);
+      fold.known = true;
+      __builtin_memcpy(&fold.bits, x, sizeof(T));
+    }
+    __builtin_memcpy(x, &fold.bits, sizeof(T));
     return x[0];
   }
 };
