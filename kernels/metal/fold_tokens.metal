@@ -1,0 +1,257 @@
+// One threadgroup per row: S tokens one after the other, each written, scored and followed by one eviction.
+//
+// A slot belongs to one lane, which keeps its position, mass, noise and logits to itself. Its logits are made by the
+// lane's SIMD group, which takes 16 slots at a time: 4 passes of 4 slots with 8 lanes on each. So a step has two
+// barriers: one for the softmax over all SIMD groups, one for the weakest slot.
+//
+// Template: T, Q (types of keys and queries), D, DV, HEADS, WIDTH (elements of one load, a divisor of D),
+// GROUPS (SIMD groups), SLOTS (of a lane), MASSIVE, DECAYS, AGED, OWN, TEMPERED, NAMED, NOISY, PADDED (bool).
+// limits: budget, sink, recent. rates: decay, what products of queries and keys are multiplied by.
+
+constexpr uint LANES = 32 * GROUPS;
+constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;  // heads whose products are made in one pass over the keys
+constexpr uint QUERY_PARTS = (HEADS * D + LANES - 1) / LANES;
+constexpr uint KEY_PARTS = (D + LANES - 1) / LANES;
+constexpr uint VALUE_PARTS = (DV + LANES - 1) / LANES;
+constexpr uint NONE = 0xFFFFFFFFu;
+const mem_flags everywhere = mem_flags(uint(mem_flags::mem_device) | uint(mem_flags::mem_threadgroup));
+
+const uint row = threadgroup_position_in_grid.x;
+const uint lane = thread_position_in_threadgroup.x;
+const uint group = lane / 32, me = lane % 32;
+const uint sub = me % 8, part = me / 8;
+const uint own = sub * 4 + part;
+const uint length = positions_shape[1], count = fresh_keys_shape[1], size = keys_shape[1];
+const int budget = limits[0], sink = limits[1], recent = limits[2];
+const uint capacity = uint(budget) + 1;
+const float decay = rates[0], scale = rates[1];
+
+threadgroup float asked[2 * HEADS * D];  // queries of this token and of the next, scaled
+threadgroup T coming[2 * D];             // their keys
+threadgroup float tops[HEADS * GROUPS];
+threadgroup float sums[HEADS * GROUPS];
+threadgroup uint ranks[96];
+
+auto kept_keys = keys_out + ulong(row) * capacity * D;
+auto kept_values = values_out + ulong(row) * capacity * DV;
+for (uint i = lane; i < capacity * D; i += LANES) {
+  kept_keys[i] = i < size * D ? keys[ulong(row) * size * D + i] : T(0.0f);
+}
+for (uint i = lane; i < capacity * DV; i += LANES) {
+  kept_values[i] = i < size * DV ? values[ulong(row) * size * DV + i] : T(0.0f);
+}
+
+int position_of[SLOTS];  // -1 = free, -2 = there is no such slot
+float mass_of[SLOTS], noise_of[SLOTS], logit_of[SLOTS * HEADS];
+Rank mine = last_rank();
+#pragma unroll
+for (uint b = 0; b < SLOTS; b++) {
+  const uint slot = (b * 32 + own) * GROUPS + group;
+  const bool exists = slot < length;
+  position_of[b] = exists ? positions[row * length + slot] : -2;
+  mass_of[b] = MASSIVE && exists ? mass[row * length + slot] : 0.0f;
+  noise_of[b] = NOISY && exists ? noise[row * length + slot] : 0.0f;
+  const Rank other = Rank{0u, 0u, slot};
+  if (position_of[b] == -1 && below(other, mine)) mine = other;
+}
+uint given = lowest(mine, ranks, lane, LANES).slot;
+int now = seen[row];
+bool wanted = false;  // whether token t counts
+
+for (int t = -1; t < int(count); t++) {
+  const uint at = row * count + uint(max(t, 0));
+  const bool counts = wanted && given < length;
+  const uint buffer = uint(t + 1) % 2;  // of the next token
+  const bool more = t + 1 < int(count);
+  wanted = more && (!PADDED || valid[row * count + uint(t + 1)]);
+  const float warmth = TEMPERED || NOISY ? tau[at] : 1.0f;
+
+  float next_query[QUERY_PARTS];
+  T next_key[KEY_PARTS], value[VALUE_PARTS > 0 ? VALUE_PARTS : 1];
+#pragma unroll
+  for (uint i = 0; i < QUERY_PARTS; i++) {
+    const uint e = lane + i * LANES;
+    if (more && e < HEADS * D) {
+      const uint query = (row * HEADS + e / D) * count + uint(t + 1);
+      next_query[i] = float(queries[ulong(query) * D + e % D]) * scale;
+      if (TEMPERED) next_query[i] = next_query[i] / tau[row * count + uint(t + 1)];
+    }
+  }
+#pragma unroll
+  for (uint i = 0; i < KEY_PARTS; i++) {
+    const uint e = lane + i * LANES;
+    if (more && e < D) next_key[i] = fresh_keys[ulong(row * count + uint(t + 1)) * D + e];
+  }
+#pragma unroll
+  for (uint i = 0; i < VALUE_PARTS; i++) {
+    const uint e = lane + i * LANES;
+    if (counts && e < DV) value[i] = fresh_values[ulong(at) * DV + e];
+  }
+
+  if (counts) {
+    auto query = asked + (buffer ^ 1) * HEADS * D;
+    auto arriving = coming + (buffer ^ 1) * D;
+#pragma unroll
+    for (uint b = 0; b < SLOTS; b++) {
+      const uint first = b * LANES + group;
+      const uint held = first < length ? (length - first + GROUPS - 1) / GROUPS : 0;
+      if ((b * 32 + own) * GROUPS + group == given) {
+        position_of[b] = now;
+        mass_of[b] = 0.0f;
+        if (NOISY) noise_of[b] = drawn[at];
+      }
+#pragma unroll
+      for (uint side = 0; side < 2; side++) {
+        if (side * 16 >= held) continue;
+#pragma unroll
+        for (uint head = 0; head < HEADS; head += TOGETHER) {
+          float dots[TOGETHER * 4];
+          for (uint i = 0; i < TOGETHER * 4; i++) dots[i] = 0.0f;
+          for (uint v = sub; v < D / WIDTH; v += 8) {
+            float x[4 * WIDTH];
+#pragma unroll
+            for (uint u = 0; u < 4; u++) {
+              const uint slot = first + ((side * 4 + u) * 4 + part) * GROUPS;
+              if (slot < length && slot != given) {
+                load_vector<WIDTH>(kept_keys + (ulong(slot) * D + v * WIDTH), x + u * WIDTH);
+              } else {
+                for (uint i = 0; i < WIDTH; i++) x[u * WIDTH + i] = slot == given ? float(arriving[v * WIDTH + i]) : 0.0f;
+              }
+            }
+#pragma unroll
+            for (uint h = 0; h < TOGETHER; h++) {
+              if (head + h >= HEADS) continue;
+#pragma unroll
+              for (uint i = 0; i < WIDTH; i++) {
+                const float q = query[(head + h) * D + v * WIDTH + i];
+                for (uint u = 0; u < 4; u++) dots[h * 4 + u] = fma(q, x[u * WIDTH + i], dots[h * 4 + u]);
+              }
+            }
+          }
+#pragma unroll
+          for (uint h = 0; h < TOGETHER; h++) {
+            if (head + h >= HEADS) continue;
+            // The sums of 4 passes over 8 lanes each; pass u ends in the lanes with sub % 4 == u.
+            const bool odd = sub & 1, high = sub & 2;
+            float low_pair = odd ? dots[h * 4 + 1] : dots[h * 4];
+            float high_pair = odd ? dots[h * 4 + 3] : dots[h * 4 + 2];
+            low_pair = low_pair + simd_shuffle_xor(odd ? dots[h * 4] : dots[h * 4 + 1], 1);
+            high_pair = high_pair + simd_shuffle_xor(odd ? dots[h * 4 + 2] : dots[h * 4 + 3], 1);
+            float dot = (high ? high_pair : low_pair) + simd_shuffle_xor(high ? low_pair : high_pair, 2);
+            dot = dot + simd_shuffle_xor(dot, 4);
+            if (sub / 4 == side) logit_of[b * HEADS + head + h] = dot;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (uint h = 0; h < HEADS; h++) {
+      float top = -INFINITY;
+#pragma unroll
+      for (uint b = 0; b < SLOTS; b++) {
+        const uint slot = (b * 32 + own) * GROUPS + group;
+        const bool visible = position_of[b] >= 0 && (OWN || slot != given || now == 0);
+        float logit = visible ? logit_of[b * HEADS + h] : -INFINITY;
+        if (NAMED && visible) {
+          const ulong name = 2 * (ulong(row * HEADS + h) * count + uint(t));
+          logit = logit + hashed_gumbel(names[name], names[name + 1], position_of[b]) / warmth;
+        }
+        logit = finite(logit) ? logit : -INFINITY;
+        logit_of[b * HEADS + h] = logit;
+        top = max(top, logit);
+      }
+      top = simd_max(top);
+      float sum = 0.0f;
+#pragma unroll
+      for (uint b = 0; b < SLOTS; b++) {
+        const float logit = logit_of[b * HEADS + h];
+        sum = sum + (logit > -INFINITY ? exp(logit - top) : 0.0f);
+      }
+      sum = simd_sum(sum);
+      if (me == 0) {
+        tops[h * GROUPS + group] = top;
+        sums[h * GROUPS + group] = sum;
+      }
+    }
+    for (uint i = lane; i < D; i += LANES) kept_keys[ulong(given) * D + i] = arriving[i];
+#pragma unroll
+    for (uint i = 0; i < VALUE_PARTS; i++) {
+      const uint e = lane + i * LANES;
+      if (e < DV) kept_values[ulong(given) * DV + e] = value[i];
+    }
+  }
+  if (more) {
+#pragma unroll
+    for (uint i = 0; i < QUERY_PARTS; i++) {
+      const uint e = lane + i * LANES;
+      if (e < HEADS * D) asked[buffer * HEADS * D + e] = next_query[i];
+    }
+#pragma unroll
+    for (uint i = 0; i < KEY_PARTS; i++) {
+      const uint e = lane + i * LANES;
+      if (e < D) coming[buffer * D + e] = next_key[i];
+    }
+  }
+  threadgroup_barrier(everywhere);
+  if (!counts) continue;
+
+  float attention[SLOTS];
+#pragma unroll
+  for (uint b = 0; b < SLOTS; b++) attention[b] = 0.0f;
+#pragma unroll
+  for (uint h = 0; h < HEADS; h++) {
+    const float top_of = me < GROUPS ? float(tops[h * GROUPS + me]) : -INFINITY;
+    const float top = simd_max(top_of);
+    const float total = simd_sum(top_of > -INFINITY ? sums[h * GROUPS + me] * exp(top_of - top) : 0.0f);
+    const float share = total > 0.0f ? (1.0f / float(HEADS)) / total : 0.0f;
+#pragma unroll
+    for (uint b = 0; b < SLOTS; b++) {
+      const float logit = logit_of[b * HEADS + h];
+      if (logit > -INFINITY) attention[b] = attention[b] + product(exp(logit - top), share);
+    }
+  }
+  mine = last_rank();
+#pragma unroll
+  for (uint b = 0; b < SLOTS; b++) {
+    float heavy = MASSIVE ? mass_of[b] : 0.0f;
+    if (DECAYS) heavy = product(heavy, decay);
+    heavy = heavy + attention[b];
+    mass_of[b] = heavy;
+    float importance = heavy;
+    if (AGED) importance = heavy / float(max(now + (OWN ? 1 : 0) - position_of[b], 1));
+    if (NOISY) importance = importance + product(warmth, noise_of[b]);
+    if (position_of[b] != -2) {
+      const uint slot = (b * 32 + own) * GROUPS + group;
+      const Rank other = rank_of(importance, position_of[b], now + 1, sink, recent, slot);
+      if (below(other, mine)) mine = other;
+    }
+  }
+  mine = simd_lowest(mine);
+  if (me == 0) {
+    ranks[group] = mine.high;
+    ranks[32 + group] = mine.low;
+    ranks[64 + group] = mine.slot;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Rank best = last_rank();
+  if (me < GROUPS) best = Rank{ranks[me], ranks[32 + me], ranks[64 + me]};
+  best = simd_lowest(best);
+  // The next token goes where one was lost, or to the first slot that is still free, which ranks below all others.
+  const bool loses = best.high >= 0x40000000u;
+#pragma unroll
+  for (uint b = 0; b < SLOTS; b++) {
+    if (loses && length == capacity && (b * 32 + own) * GROUPS + group == best.slot) position_of[b] = -1;
+  }
+  given = loses && length < capacity ? NONE : best.slot;
+  now++;
+}
+
+#pragma unroll
+for (uint b = 0; b < SLOTS; b++) {
+  const uint slot = (b * 32 + own) * GROUPS + group;
+  if (slot < length) {
+    positions_out[row * length + slot] = position_of[b];
+    if (MASSIVE) mass_out[row * length + slot] = mass_of[b];
+    if (NOISY) noise_out[row * length + slot] = noise_of[b];
+  }
+}

@@ -1,0 +1,316 @@
+"""S steps of one token each, an eviction after every one, in a single launch.
+
+For every token t that counts, in order:
+
+    the lowest free slot takes k_t and v_t;  its mass is 0
+    a_j = mean_g softmax_j(q_gt . k_j / sqrt(D))                       over the live slots
+    mass_j <- decay * mass_j + a_j                                     or a_j alone, where no mass is kept
+    importance_j = mass_j  [/ (seen - position_j)]  [+ tau_t * noise_j]
+    more than `budget` are live: the weakest slot is freed
+
+With a temper the logits are (q_gt . k_j / sqrt(D) + zeta_gtj) / tau_t. These are H2O, TOVA and Keyformer, cadence
+"token". On a GPU one threadgroup does all steps of a row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from veloxfn import checks
+from veloxfn.ops.attention_mass import Temper, attention_mass
+from veloxfn.ops.evict_step import reference as evict_step
+from veloxfn.ops.launch import Kernel, absent, backend_for, lanes_for, launch
+from veloxfn.ops.slot_numbers import numbers
+
+__all__ = ["KERNEL", "Folded", "Noise", "fits", "fold_tokens", "reference"]
+
+KERNEL = Kernel(
+    "fold_tokens",
+    (
+        "keys",
+        "values",
+        "positions",
+        "mass",
+        "noise",
+        "seen",
+        "fresh_keys",
+        "fresh_values",
+        "queries",
+        "valid",
+        "tau",
+        "names",
+        "drawn",
+        "limits",
+        "rates",
+    ),
+    ("keys_out", "values_out", "positions_out", "mass_out", "noise_out"),
+)
+
+_LANES = 512  # of a threadgroup, at most: each may then have 128 registers of a GPU's 65536
+_MOST_SLOTS = 16 * _LANES
+_THREADGROUP_BYTES = 32 * 1024
+
+
+class Noise(NamedTuple):
+    """One draw per token, added `tau` times to its importance."""
+
+    tau: mx.array  # [N, S] float32, at each arrival
+    kept: mx.array  # [N, n] float32, of the slots
+    drawn: mx.array  # [N, S] float32, of the arrivals
+
+
+class Folded(NamedTuple):
+    """The slots after the last token."""
+
+    keys: mx.array  # [N, C, D], C = budget + 1
+    values: mx.array  # [N, C, Dv]
+    positions: mx.array  # [N, n'] int32, n' = min(n + S, C)
+    mass: mx.array | None  # [N, n'] float32
+    noise: mx.array | None  # [N, n'] float32
+
+
+def fold_tokens(
+    keys: mx.array,
+    values: mx.array,
+    positions: mx.array,
+    seen: mx.array,
+    fresh_keys: mx.array,
+    fresh_values: mx.array,
+    queries: mx.array | None,
+    *,
+    budget: int,
+    sink: int,
+    recent: int,
+    mass: mx.array | None = None,
+    decay: float = 1.0,
+    age_normalised: bool = False,
+    temper: Temper | None = None,
+    noise: Noise | None = None,
+    valid: mx.array | None = None,
+    backend: str | None = None,
+) -> Folded:
+    """Absorb and evict S tokens one by one.
+
+    A slot whose product with a query is not finite gets nothing from it and takes nothing from the others.
+
+    Args:
+        keys: [N, C', D] buffer, C' >= n; rows from n on are free.
+        values: [N, C', Dv].
+        positions: [N, n] int32 of the slots, -1 = free; n <= budget + 1, and at most `budget` are live.
+        seen: [N] int32, arrivals before the block.
+        fresh_keys: [N, S, D] of the arrivals, in the dtype of `keys`.
+        fresh_values: [N, S, Dv].
+        queries: [N, G, S, D]; None = the arriving keys act as queries over the slots before them.
+        budget: live slots of a row after each step.
+        sink: first arrivals that are protected.
+        recent: last arrivals that are protected.
+        mass: [N, n] float32; None = ranked by the attention of each query alone.
+        decay: what a query keeps of the mass before it.
+        age_normalised: rank by mass per query that has seen the slot.
+        temper: temperature and noise of the logits.
+        noise: noise of the importance.
+        valid: [N, S] bool, False = padded: not stored, not counted, and its query does not count; None = all valid.
+        backend: see `veloxfn.ops.launch.backend_for`.
+
+    Returns:
+        The slots after the last token; `seen` grows by the tokens that count.
+
+    Raises:
+        ValueError: a wrong shape, or a kernel was asked for that does not fit the shapes (see `fits`). With
+            backend=None such shapes are computed by the reference.
+    """
+    rows, length = positions.shape
+    checks.array("keys", keys, "[N, C, D]", (rows, None, None))
+    size, dim = keys.shape[1:]
+    checks.array("values", values, "[N, C, Dv]", (rows, size, None))
+    checks.array("fresh_keys", fresh_keys, "[N, S, D]", (rows, None, dim))
+    count, value_dim = fresh_keys.shape[1], values.shape[2]
+    checks.array("fresh_values", fresh_values, "[N, S, Dv]", (rows, count, value_dim))
+    if queries is not None:
+        checks.array("queries", queries, "[N, G, S, D]", (rows, None, count, dim))
+    if length > min(budget + 1, size):
+        raise ValueError(f"n must be at most C and budget + 1, got n={length}, C={size}, budget={budget}")
+    heads = 1 if queries is None else queries.shape[1]
+    fitting = fits(budget, dim, heads)
+    if backend is not None and backend != "reference" and not fitting:
+        raise ValueError(f"fold_tokens has no kernel for budget={budget}, D={dim}, G={heads}")
+    backend = backend_for(backend)
+    after = min(length + count, budget + 1)
+
+    def room(column: mx.array, value: int = 0) -> mx.array:
+        return column if after == length else mx.pad(column, [(0, 0), (0, after - length)], constant_values=value)
+
+    positions = room(positions, -1)
+    mass = None if mass is None else room(mass)
+    noise = None if noise is None else noise._replace(kept=room(noise.kept))
+    if count == 0 or backend == "reference" or not fitting:
+        return reference(
+            keys,
+            values,
+            positions,
+            seen,
+            fresh_keys,
+            fresh_values,
+            queries,
+            budget=budget,
+            sink=sink,
+            recent=recent,
+            mass=mass,
+            decay=decay,
+            age_normalised=age_normalised,
+            temper=temper,
+            noise=noise,
+            valid=valid,
+        )
+    capacity, lanes, none = budget + 1, _lanes(budget), absent(mx.float32)
+    tau = noise.tau if noise is not None else temper.tau if temper is not None else none
+    named = temper is not None and temper.names is not None
+    asked = fresh_keys if queries is None else queries
+    nothing = absent(values.dtype)
+    made = launch(
+        KERNEL,
+        backend,
+        [
+            keys,
+            values if value_dim else nothing,
+            positions,
+            none if mass is None else mass,
+            none if noise is None else noise.kept,
+            seen,
+            fresh_keys,
+            fresh_values if value_dim else nothing,
+            asked,
+            absent(mx.bool_) if valid is None else valid,
+            tau,
+            temper.names.view(mx.uint32) if temper is not None and temper.names is not None else absent(mx.uint32),
+            none if noise is None else noise.drawn,
+            _integers(budget, sink, recent),
+            _floats(decay, dim**-0.5),
+        ],
+        [
+            ((rows, capacity, dim), keys.dtype),
+            ((rows, capacity, value_dim) if value_dim else (1,), values.dtype),
+            (positions.shape, mx.int32),
+            ((1,) if mass is None else positions.shape, mx.float32),
+            ((1,) if noise is None else positions.shape, mx.float32),
+        ],
+        template={
+            "T": keys.dtype,
+            "Q": asked.dtype,  # not named in the body: MLX finds a built kernel by its template, which so differs
+            "D": dim,
+            "DV": value_dim,
+            "HEADS": heads,
+            "WIDTH": _width(dim),
+            "GROUPS": lanes // 32,
+            "SLOTS": -(-capacity // lanes),
+            "MASSIVE": mass is not None,
+            "DECAYS": decay != 1.0,
+            "AGED": age_normalised,
+            "OWN": queries is not None,
+            "TEMPERED": temper is not None,
+            "NAMED": named,
+            "NOISY": noise is not None,
+            "PADDED": valid is not None,
+        },
+        groups=(rows, 1, 1),
+        threads=lanes,
+    )
+    stored = made[1] if value_dim else mx.zeros((rows, capacity, 0), values.dtype)
+    return Folded(
+        made[0], stored, made[2], None if mass is None else made[3], None if noise is None else made[4]
+    )
+
+
+def fits(budget: int, dim: int, heads: int) -> bool:
+    """Whether a kernel takes a budget, D and G: 8192 slots, and queries of two tokens in threadgroup memory."""
+    groups = _lanes(budget) // 32
+    used = 8 * dim * (heads + 1) + 8 * heads * groups + 384
+    return budget < _MOST_SLOTS and used <= _THREADGROUP_BYTES
+
+
+def reference(
+    keys: mx.array,
+    values: mx.array,
+    positions: mx.array,
+    seen: mx.array,
+    fresh_keys: mx.array,
+    fresh_values: mx.array,
+    queries: mx.array | None,
+    *,
+    budget: int,
+    sink: int,
+    recent: int,
+    mass: mx.array | None = None,
+    decay: float = 1.0,
+    age_normalised: bool = False,
+    temper: Temper | None = None,
+    noise: Noise | None = None,
+    valid: mx.array | None = None,
+) -> Folded:
+    """`fold_tokens` in MLX's own primitives, over slots that have room: n = n'."""
+    (rows, length), count = positions.shape, fresh_keys.shape[1]
+    keys, values = (_resized(buffer, budget + 1) for buffer in (keys, values))
+    kept = None if noise is None else noise.kept
+    for t in range(count):
+        now = slice(t, t + 1)
+        ok = mx.ones((rows, 1), mx.bool_) if valid is None else valid[:, now]
+        given = (numbers(length) == mx.argmin(positions, axis=1, keepdims=True)) & ok
+        row = mx.pad(given, [(0, 0), (0, budget + 1 - length)])[..., None]
+        keys, values = mx.where(row, fresh_keys[:, now], keys), mx.where(row, fresh_values[:, now], values)
+        positions = mx.where(given, seen[:, None], positions)
+        until = mx.where(ok, seen[:, None] if queries is not None else mx.maximum(seen[:, None] - 1, 0), -1)
+        attention = attention_mass(
+            fresh_keys[:, None, now] if queries is None else queries[:, :, now],
+            keys[:, :length],
+            positions,
+            until,
+            None,
+            None if temper is None else Temper(*(part if part is None else part[..., now] for part in temper)),
+        )
+        seen = seen + ok.squeeze(1).astype(mx.int32)
+        before = attention if mass is None else mx.where(given, 0, mass)
+        kept = kept if noise is None or kept is None else mx.where(given, noise.drawn[:, now], kept)
+        heavy, freed = evict_step(
+            positions,
+            seen,
+            None if mass is None else before,
+            attention,
+            decay=None if decay == 1.0 else mx.where(ok.squeeze(1), decay, 1.0),
+            counted=None if not age_normalised else seen - (queries is None),
+            noise=kept,
+            tau=None if noise is None else noise.tau[:, t],
+            sink=sink,
+            recent=recent,
+        )
+        mass = None if mass is None else heavy
+        positions = freed if length == budget + 1 else positions
+    return Folded(keys, values, positions, mass, kept)
+
+
+def _resized(buffer: mx.array, size: int) -> mx.array:
+    """The first `size` rows of a buffer [N, C', D], zeros where there are fewer."""
+    missing = size - buffer.shape[1]
+    return buffer[:, :size] if missing <= 0 else mx.pad(buffer, [(0, 0), (0, missing), (0, 0)])
+
+
+def _lanes(budget: int) -> int:
+    return min(_LANES, lanes_for(budget + 1))
+
+
+def _width(dim: int) -> int:
+    """Elements of one load: 8 lanes share a key, so that all have work where the dimension allows it."""
+    widths = (8, 4, 2, 1)
+    return next((w for w in widths if dim % (8 * w) == 0), next(w for w in widths if dim % w == 0))
+
+
+@cache
+def _integers(*given: int) -> mx.array:
+    return mx.array(given, mx.int32)
+
+
+@cache
+def _floats(*given: float) -> mx.array:
+    return mx.array(given, mx.float32)
