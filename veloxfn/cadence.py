@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TypeVar
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
 from veloxfn.base import Retention, State
+from veloxfn.ops import Temper
+from veloxfn.ops.fold_tokens import Noise, fits, fold_tokens
 from veloxfn.ops.fusion import fused
-from veloxfn.placement import seen_queries
-from veloxfn.slots import arrival_rotations, arrivals, take_back, with_arrival_rotations, with_slots
+from veloxfn.ops.launch import backend_for
+from veloxfn.placement import Absolute, seen_queries
+from veloxfn.slots import (
+    arrival_positions,
+    arrival_rotations,
+    arrivals,
+    map_columns,
+    settle,
+    take_back,
+    with_arrival_rotations,
+    with_columns,
+    with_slots,
+)
+
+if TYPE_CHECKING:
+    from veloxfn import h2o, keyformer, tova
 
 __all__ = ["check_block", "most_tokens", "replay"]
 
@@ -25,17 +41,21 @@ _MOST_TOKENS = 4096
 
 def most_tokens(config: Retention) -> int:
     """Tokens that one block may have."""
-    return _MOST_TOKENS if config.cadence == "token" else sys.maxsize
+    return _MOST_TOKENS if config.cadence == "token" and not _folds(config) else sys.maxsize
 
 
 def check_block(config: Retention, keys: mx.array) -> None:
     """Raise if cadence "token" cannot take a block keys [N, S, D]."""
     count = keys.shape[1]
     if count > most_tokens(config):
-        raise ValueError(
-            f'cadence="token" takes blocks of at most {_MOST_TOKENS} tokens, got S = {count}: '
-            f"feed it in parts and evaluate in between (how it is split does not matter)"
-        )
+        raise ValueError(_too_long(count))
+
+
+def _too_long(count: int) -> str:
+    return (
+        f'cadence="token" takes blocks of at most {_MOST_TOKENS} tokens, got S = {count}: '
+        f"feed it in parts and evaluate in between (how it is split does not matter)"
+    )
 
 
 def replay(
@@ -43,7 +63,8 @@ def replay(
 ) -> S:
     """Take back the block that awaits eviction and give it to `absorb` and `evict` token by token.
 
-    A token keeps the rotation it arrived with, that of its place in the block.
+    A token keeps the rotation it arrived with, that of its place in the block. On a GPU, H2O, TOVA and Keyformer with
+    absolute placement and independent rows take all tokens in one launch.
 
     Args:
         absorb: of the method.
@@ -53,21 +74,50 @@ def replay(
         queries: [N, G, S, D] of the block, or None.
 
     Returns:
-        The state after the last token; the graph grows by one step per token.
+        The state after the last token; where it is not one launch, the graph grows by one step per token.
+
+    Raises:
+        ValueError: more than 4096 tokens, and heads or dimensions that no kernel takes.
     """
     slots = state.slots
     count = slots.arrived.shape[1]
-    valid = slots.arrived >= 0
-    keys, values = arrivals(slots)
-    rotations = arrival_rotations(slots)
+    block = _Block(*arrivals(slots), arrival_rotations(slots), queries, slots.arrived >= 0)
+    heads = 1 if queries is None else queries.shape[1]
+    rule = None
+    if _folds(config) and fits(config.budget, slots.keys.shape[2], heads):
+        rule = _rules()[type(config)](config, state, heads)
+    elif count > _MOST_TOKENS:
+        raise ValueError(_too_long(count))
     state = take_back(state, count, budget=config.budget)
     for t in range(count):
-        now = slice(t, t + 1)
-        steady = state.slots.positions.shape[1] == config.budget + 1
-        step = (_fused_step if steady else _step)(absorb, evict, config)
-        asked = None if queries is None else queries[:, :, now]
-        state = step(state, keys[:, now], values[:, now], rotations[:, now], asked, valid[:, now])
+        length = state.slots.positions.shape[1]
+        if rule is not None and length <= config.budget + 1:  # else of a larger budget before
+            return _folded(config, state, block.after(t), rule.after(t))
+        step = (_fused_step if length == config.budget + 1 else _step)(absorb, evict, config)
+        state = step(state, *block.token(t))
     return state
+
+
+class _Block(NamedTuple):
+    """Arrivals to come."""
+
+    keys: mx.array  # [N, S, D]
+    values: mx.array  # [N, S, Dv]
+    rotations: mx.array  # [N, S] int32, or [N, 0]
+    queries: mx.array | None  # [N, G, S, D]
+    valid: mx.array  # [N, S] bool
+
+    def token(self, t: int) -> _Block:
+        """Arrival t."""
+        return self._part(slice(t, t + 1))
+
+    def after(self, t: int) -> _Block:
+        """The arrivals from t on."""
+        return self._part(slice(t, None)) if t else self
+
+    def _part(self, now: slice) -> _Block:
+        queries = None if self.queries is None else self.queries[:, :, now]
+        return _Block(self.keys[:, now], self.values[:, now], self.rotations[:, now], queries, self.valid[:, now])
 
 
 def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) -> Callable[..., S]:
@@ -93,3 +143,97 @@ def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) 
 def _fused_step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) -> Callable[..., S]:
     """One step, traced once for all blocks."""
     return fused(_step(absorb, evict, config))
+
+
+# ---- All tokens in one launch ----
+
+
+class _Rule(NamedTuple):
+    """How a method ranks, beside its budget and protection."""
+
+    decay: float = 1.0
+    age_normalised: bool = False
+    temper: Temper | None = None  # of the block
+    noise: Noise | None = None  # `kept` that of the slots with the block
+
+    def after(self, t: int) -> _Rule:
+        """The rule of the tokens from t on."""
+        if t == 0:
+            return self
+        temper, noise = self.temper, self.noise
+        if temper is not None:
+            temper = Temper(temper.tau[:, t:], None if temper.names is None else temper.names[..., t:])
+        if noise is not None:
+            noise = noise._replace(tau=noise.tau[:, t:], drawn=noise.drawn[:, t:])
+        return self._replace(temper=temper, noise=noise)
+
+
+@cache
+def _rules() -> dict[type[Retention], Callable[[Any, Any, int], _Rule]]:
+    """By the type of the config, what makes the rule from it, an absorbed state and the number of query heads."""
+    from veloxfn import h2o, keyformer, tova  # they use this module
+
+    return {h2o.Config: _of_h2o, tova.Config: _of_tova, keyformer.Config: _of_keyformer}
+
+
+def _of_h2o(config: h2o.Config, state: h2o.State, heads: int) -> _Rule:
+    return _Rule(decay=config.decay, age_normalised=config.age_normalised)
+
+
+def _of_tova(config: tova.Config, state: tova.State, heads: int) -> _Rule:
+    return _Rule()
+
+
+def _of_keyformer(config: keyformer.Config, state: keyformer.State, heads: int) -> _Rule:
+    from veloxfn.keyformer import temper_of, temperature
+
+    if config.noise != "additive":
+        return _Rule(temper=temper_of(config, state.slots, heads))
+    tau = temperature(config, mx.maximum(arrival_positions(state.slots) - config.anneal_from, 0))
+    drawn = mx.take_along_axis(state.noise, mx.maximum(state.slots.arrived, 0), axis=1)
+    return _Rule(noise=Noise(tau, state.noise, drawn))
+
+
+def _folds(config: Retention) -> bool:
+    """Whether a block can be one launch here."""
+    return (
+        backend_for(None) != "reference"
+        and type(config) in _rules()
+        and config.shared_heads == 1
+        and isinstance(config.placement, Absolute)
+    )
+
+
+def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
+    """The state after a block that it has not absorbed."""
+    slots, noise = state.slots, rule.noise
+    if noise is not None:
+        noise = noise._replace(kept=cast(Any, state).noise)
+    folded = fold_tokens(
+        slots.keys,
+        slots.values,
+        slots.positions,
+        slots.seen,
+        block.keys,
+        block.values,
+        block.queries,
+        budget=config.budget,
+        sink=config.sink,
+        recent=config.recent_rows,
+        mass=getattr(state, "mass", None),
+        decay=rule.decay,
+        age_normalised=rule.age_normalised,
+        temper=rule.temper,
+        noise=noise,
+        valid=block.valid,
+    )
+    slots = slots._replace(
+        keys=folded.keys,
+        values=folded.values,
+        positions=folded.positions,
+        seen=slots.seen + block.valid.sum(axis=1).astype(mx.int32),
+    )
+    more = folded.positions.shape[1] - state.slots.positions.shape[1]
+    state = map_columns(lambda column: mx.pad(column, [(0, 0), (0, more)]) if more else column, state)
+    columns = {name: one for name, one in (("mass", folded.mass), ("noise", folded.noise)) if one is not None}
+    return settle(with_columns(with_slots(state, slots), columns))

@@ -219,7 +219,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
     heads = 1 if queries is None else queries.shape[1]
-    temper = _temper(config, base, heads)
+    temper = temper_of(config, base, heads)
     attention = received(base, queries, attention, placement=config.placement, temper=temper)
     if config.noise != "additive" or config.temperatures == (0.0, 0.0):
         return retire_by(state, config, "mass", attention)
@@ -227,7 +227,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     return retire_by(state, config, "mass", attention, noise=state.noise, tau=tau)
 
 
-def _temper(config: Config, base: Slots, heads: int) -> Temper | None:
+def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:
     """Temperature and noise of the block's logits."""
     if config.noise == "additive":
         return None

@@ -219,9 +219,7 @@ def fold_tokens(
         threads=lanes,
     )
     stored = made[1] if value_dim else mx.zeros((rows, capacity, 0), values.dtype)
-    return Folded(
-        made[0], stored, made[2], None if mass is None else made[3], None if noise is None else made[4]
-    )
+    return Folded(made[0], stored, made[2], None if mass is None else made[3], None if noise is None else made[4])
 
 
 def fits(budget: int, dim: int, heads: int) -> bool:
@@ -268,7 +266,7 @@ def reference(
             positions,
             until,
             None,
-            None if temper is None else Temper(*(part if part is None else part[..., now] for part in temper)),
+            None if temper is None else _of_token(temper, now),
         )
         seen = seen + ok.squeeze(1).astype(mx.int32)
         before = attention if mass is None else mx.where(given, 0, mass)
@@ -288,6 +286,10 @@ def reference(
         mass = None if mass is None else heavy
         positions = freed if length == budget + 1 else positions
     return Folded(keys, values, positions, mass, kept)
+
+
+def _of_token(temper: Temper, now: slice) -> Temper:
+    return Temper(temper.tau[:, now], None if temper.names is None else temper.names[..., now])
 
 
 def _resized(buffer: mx.array, size: int) -> mx.array:
