@@ -1,7 +1,5 @@
 """The host emulation of kernels: what it computes, and what it must not let pass."""
 
-import shutil
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from veloxfn.ops.launch import Kernel, source_of
 from veloxfn.testing import emulation
 from veloxfn.testing.emulation import KernelError, run, run_source
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="backend host needs g++")
+pytestmark = pytest.mark.skipif(not emulation.available(), reason="backend host needs g++ on Linux")
 
 HEADER = source_of("weakest", "host")[0]
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -166,6 +164,14 @@ def test_atomics():
     values = np.random.default_rng(5).integers(0, 8, 256).astype(np.uint32)
     out = one(body, [mx.array(values)], ((8,), mx.uint32), threads=256)
     np.testing.assert_array_equal(np.array(out), np.bincount(values, minlength=8))
+
+
+def test_atomics_of_a_device_array():
+    body = "atomic_fetch_max_explicit((device atomic_uint*)(out + {}), 2u, memory_order_relaxed);"
+    init = "if (threadgroup_position_in_grid.x == 0 && thread_position_in_threadgroup.x == 0) out[0] = 0;"
+    assert one(init + body.format(0), output=((1,), mx.uint32), order=0).item() == 2
+    with pytest.raises(KernelError, match="index 1 of device array 'out'"):
+        one(body.format(1), output=((1,), mx.uint32))
 
 
 def test_groups_and_threads_are_numbered_as_in_metal():
@@ -381,5 +387,5 @@ def test_wrong_calls():
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(emulation, "_folder", lambda: tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"needs g\+\+"):
+    with pytest.raises(RuntimeError, match=r"needs g\+\+ on Linux"):
         one("// a text that was never built\nout[0] = 1;")

@@ -16,7 +16,9 @@ import hashlib
 import mmap
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ import numpy.typing as npt
 
 from veloxfn.ops.launch import Kernel, Output, Template, source_of
 
-__all__ = ["ORDERS", "THREADGROUP_BYTES", "KernelError", "run", "run_source"]
+__all__ = ["ORDERS", "THREADGROUP_BYTES", "KernelError", "available", "run", "run_source"]
 
 # Runs of a kernel: forward, reverse, one shuffle.
 ORDERS = int(os.environ.get("VELOXFN_EMULATION_ORDERS", "3"))
@@ -87,6 +89,11 @@ class KernelError(RuntimeError):
 
 class _Range(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("base", ctypes.c_void_p), ("count", ctypes.c_long))
+
+
+def available() -> bool:
+    """Whether this machine can run kernels so: Linux with g++."""
+    return sys.platform == "linux" and shutil.which("g++") is not None
 
 
 def run(
@@ -341,14 +348,13 @@ def _loaded(text: str, name: str) -> ctypes.CDLL:
 
 
 def _build(text: str, built: Path, name: str) -> None:
+    if not available():
+        raise RuntimeError('backend="host" needs g++ on Linux, which this machine has not')
     with tempfile.TemporaryDirectory(dir=built.parent) as place:
         made = Path(place) / "kernel.so"
         # The libraries come after the text; libubsan is not among them: the header has its handlers.
         command = ["g++", *_FLAGS, "-x", "c++", "-", "-o", str(made), "-lm", "-lc", "-lgcc"]
-        try:
-            done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
-        except FileNotFoundError:
-            raise RuntimeError('backend="host" needs g++, which this machine has not') from None
+        done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{name}: g++ does not take the kernel:\n{done.stderr[:4000]}")
         made.replace(built)
