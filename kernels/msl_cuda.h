@@ -61,7 +61,7 @@ __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a,
 
 // n consecutive elements at `from` as float in to[0 .. n - 1]; n is a power of two where it matters, and `from` aligned to it.
 template <int n, typename E> struct alignas(n * sizeof(E) <= 16 ? n * sizeof(E) : 16) Packed { E at[n]; };
-template <int n, typename E, typename A> __device__ __forceinline__ void load_vector(const E* from, A to) {
+template <int n, typename E, typename A> __device__ __forceinline__ void load_floats(const E* from, A to) {
   if constexpr ((n & (n - 1)) == 0) {
     const Packed<n, E> packed = *reinterpret_cast<const Packed<n, E>*>(from);
 #pragma unroll

@@ -585,14 +585,14 @@ using namespace metal;
 inline float product(float a, float b) { return a * b; }
 
 // n consecutive elements at `from` as float in to[0 .. n - 1]; where n is a power of two, `from` is aligned to them.
-template <int n, typename T, typename A> inline void load_vector(host::checked<T> from, A&& to) {
+template <int n, typename T, typename A> inline void load_floats(host::checked<T> from, A&& to) {
   constexpr long bytes = n * sizeof(T) < 16 ? n * sizeof(T) : 16;
   const long offset = (long)(uintptr_t)from.at - (long)(uintptr_t)from.of->base;
   if ((n & (n - 1)) == 0 && offset % bytes)
-    host::fault("misaligned: load_vector<%d> from index %ld of device array '%s'", n, offset / (long)sizeof(T), from.of->name);
+    host::fault("misaligned: load_floats<%d> from index %ld of device array '%s'", n, offset / (long)sizeof(T), from.of->name);
   for (int i = 0; i < n; i++) to[i] = float(from[i]);
 }
-template <int n, typename T, typename A> inline void load_vector(T* from, A&& to) {
+template <int n, typename T, typename A> inline void load_floats(T* from, A&& to) {
   for (int i = 0; i < n; i++) to[i] = float(from[i]);
 }
 

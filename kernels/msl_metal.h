@@ -10,6 +10,6 @@ inline float product(float a, float b) {
 
 // n consecutive elements at `from` as float in to[0 .. n - 1].
 template <int n, typename P, typename A>
-inline void load_vector(P from, A to) {
+inline void load_floats(P from, A to) {
   for (int i = 0; i < n; i++) to[i] = float(from[i]);
 }

@@ -10,7 +10,7 @@ from veloxfn.testing.emulation import KernelError, run, run_source
 
 pytestmark = pytest.mark.skipif(not emulation.available(), reason="backend host needs g++ on Linux")
 
-HEADER = source_of("weakest", "host")[0]
+HEADER = source_of(Kernel("weakest", (), ()), "host")[0]
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 SUM = """
 threadgroup float parts[32];
@@ -276,8 +276,8 @@ def test_a_race_between_threadgroups_is_found():
         ("auto row = a + 32; row += i; out[i] = *row;", r"index 64 of device array 'a'"),
         ("auto row = out + 60; row[i] = 1;", r"index 64 of device array 'out'"),
         ("out[i] = a_shape[1];", r"index 1 of device array 'a_shape', which has 1"),
-        ("float to[4]; load_vector<4>(a + 64, to); out[i] = to[0];", r"index 64 of device array 'a'"),
-        ("float to[4]; load_vector<4>(a + 1, to); out[i] = to[0];", r"misaligned: load_vector<4> from index 1"),
+        ("float to[4]; load_floats<4>(a + 64, to); out[i] = to[0];", r"index 64 of device array 'a'"),
+        ("float to[4]; load_floats<4>(a + 1, to); out[i] = to[0];", r"misaligned: load_floats<4> from index 1"),
         ("threadgroup float t[64]; t[i + 1] = 1;", r"index 64 of array 'float \[64\]' at kernel.metal"),
         ("threadgroup float t[64]; out[i] = t[i + 1];", r"index 64 of array 'float \[64\]'"),
         ("threadgroup float t[2][32]; out[i] = t[0][i];", r"index 32 of array 'float \[32\]'"),

@@ -31,7 +31,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import received
 from veloxfn.ops import Temper
-from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.constants import numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire_by
 from veloxfn.slots import arrival_positions

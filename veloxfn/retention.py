@@ -13,8 +13,8 @@ import mlx.core as mx
 from veloxfn import ops
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import Dispose, drop
+from veloxfn.ops.constants import numbers
 from veloxfn.ops.evict_step import importance_of, updated_mass
-from veloxfn.ops.slot_numbers import numbers
 from veloxfn.ops.weakest import order_of, shielded
 from veloxfn.slots import gather_slots, settle, with_columns, with_slots
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from veloxfn import checks, ops
 from veloxfn.base import Slots, State
-from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.constants import constant, numbers
 from veloxfn.placement import Absolute, Contiguous, Placement, check_dims, live_count
 
 __all__ = [
@@ -109,7 +109,7 @@ def extend(
     budget: int,
     **fresh: mx.array | float | Callable[[mx.array], mx.array],
 ) -> S:
-    """`append`, and every per-slot column with the arrivals' entries; one token into a full buffer is two launches.
+    """`append`, and every per-slot column with the arrivals' entries; one token into a full buffer is three launches.
 
     Args:
         state: a state whose last block was evicted.
@@ -130,11 +130,16 @@ def extend(
     one = count == 1 and valid is None and slots.positions.shape[1] == slots.keys.shape[1] == budget + 1
     if one and not slots.rotations.shape[1] and all(column.ndim == 2 for column in columns.values()):
         coming = slots.seen[:, None]
-        entries = [_entry(fresh[name], coming, column) for name, column in columns.items()]
-        pairs = [(column, entry.squeeze(1)) for column, entry in zip(columns.values(), entries, strict=True)]
+        pairs = [(column, _entry(fresh[name], coming, column).squeeze(1)) for name, column in columns.items()]
         admitted = ops.admit(slots.positions, slots.seen, pairs)
-        stored = ops.place_rows(slots.keys, slots.values, keys, values, admitted.slot)
-        slots = Slots(*stored, admitted.positions, admitted.slot, admitted.seen, slots.streams, slots.rotations)
+        index = admitted.slot[..., None]
+        slots = slots._replace(
+            keys=mx.put_along_axis(slots.keys, index, keys, axis=1),
+            values=mx.put_along_axis(slots.values, index, values, axis=1),
+            positions=admitted.positions,
+            arrived=admitted.slot,
+            seen=admitted.seen,
+        )
         return with_columns(with_slots(state, slots), dict(zip(columns, admitted.columns, strict=True)))
     slots = append(slots, keys, values, valid, budget=budget)
     if count == 0:
@@ -146,8 +151,10 @@ def extend(
 
 def _entry(fresh: mx.array | float | Callable[[mx.array], mx.array], coming: mx.array, column: mx.array) -> mx.array:
     """Entries [N, .., S] of arrivals at positions `coming` [N, S] for a column [N, .., n]."""
-    entry = fresh(coming) if callable(fresh) else mx.array(fresh, column.dtype)
-    return mx.broadcast_to(entry, (*column.shape[:-1], coming.shape[1]))
+    shape = (*column.shape[:-1], coming.shape[1])
+    if isinstance(fresh, float):
+        return constant(fresh, shape, column.dtype)
+    return mx.broadcast_to(fresh(coming) if callable(fresh) else fresh.astype(column.dtype), shape)
 
 
 def arrival_positions(slots: Slots) -> mx.array:

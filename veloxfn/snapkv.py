@@ -25,7 +25,7 @@ from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
-from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.constants import numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import retire
 

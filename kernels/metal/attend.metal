@@ -2,8 +2,8 @@
 // four slots at a time, its lanes over the dimensions. attend_combine.metal joins the parts.
 //
 //   logits[h, j] = scale q_h . k_j where slot j is visible to head h and this is finite, else -inf
-//   tops, sums = maximum and sum of exp(logits - maximum) of the part;  partial = sum exp(logits - maximum) v
-//   tempered_tops, tempered_sums: of (logits + noise) / tau
+//   partial = sum exp(logits - top) v over the part, and stats: top = the maximum of its logits, sum = that of
+//   exp(logits - top), and both of the tempered logits, (logits + noise) / heat
 //
 // Head h = g * count + t is query t of query head g. Template: T (type), D, DV, HEADS (int), VALUED, TEMPERED, NOISY.
 
@@ -56,7 +56,7 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
     const uint slot = min(j + u, end - 1);
     auto from = keys + ((ulong(row) * size + slot) * D + lane * E);
     if (D % 32 == 0) {
-      load_vector<E>(from, k[u]);
+      load_floats<E>(from, k[u]);
     } else {
       for (int e = 0; e < E; e++) k[u][e] = lane * E + e < D ? float(from[e]) : 0.0f;
     }
@@ -85,12 +85,12 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
       drawn = hashed_gumbel(names[name], names[name + 1], positions[row * length + slot]);
     }
     for (int h = 0; h < HEADS; h++) {
-      const float heat = tau[row * count + min(first + h, heads - 1) % count];
+      const float warmth = heat[row * count + min(first + h, heads - 1) % count];
       float warm[U];
       float highest = warm_top[h];
       for (int u = 0; u < U; u++) {
         const float zeta = NOISY ? simd_shuffle(drawn, u * HEADS + h) : 0.0f;
-        warm[u] = (x[u][h] + zeta) / heat;
+        warm[u] = (x[u][h] + zeta) / warmth;
         highest = max(highest, warm[u]);
       }
       if (highest > -INFINITY) {
@@ -107,7 +107,7 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
       const uint slot = min(j + u, end - 1);
       auto from = values + ((ulong(row) * size + slot) * DV + lane * EV);
       if (DV % 32 == 0) {
-        load_vector<EV>(from, v[u]);
+        load_floats<EV>(from, v[u]);
       } else {
         for (int e = 0; e < EV; e++) v[u][e] = lane * EV + e < DV ? float(from[e]) : 0.0f;
       }
@@ -150,8 +150,9 @@ if (TEMPERED) {
       const float one = group_sums[g * HEADS + lane];
       if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + lane] - highest);
     }
-    tempered_tops[(row * parts + part) * heads + first + lane] = highest;
-    tempered_sums[(row * parts + part) * heads + first + lane] = sum;
+    const uint at = 4 * ((row * parts + part) * heads + first + lane);
+    stats[at + 2] = highest;
+    stats[at + 3] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -172,8 +173,9 @@ for (int h = 0; h < HEADS; h++) {
       if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - highest);
     }
     if (group == 0 && lane == 0) {
-      tops[(row * parts + part) * heads + first + h] = highest;
-      sums[(row * parts + part) * heads + first + h] = sum;
+      const uint at = 4 * ((row * parts + part) * heads + first + h);
+      stats[at] = highest;
+      stats[at + 1] = sum;
     }
     if (VALUED) {
       const float kept = total[h] > 0.0f ? exp(top[h] - highest) : 0.0f;

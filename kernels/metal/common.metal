@@ -27,6 +27,13 @@ inline Rank rank_of(float importance, int position, int seen, int sink, int rece
   return Rank{(kind << 30) | (ordinal >> 2), (ordinal << 30) | uint(position), slot};
 }
 
+// Importance of a slot: its mass, per query that has seen it where `age` > 0, plus noise (0 where there is none).
+inline float importance_of(float mass, int age, int sign, float noise) {
+  float importance = age > 0 ? mass / float(age) : mass;
+  if (sign < 0) importance = -importance;
+  return importance + noise;
+}
+
 inline Rank simd_lowest(Rank mine) {
   for (uint mask = 16; mask > 0; mask >>= 1) {
     Rank other;
@@ -56,30 +63,6 @@ inline Rank lowest(Rank mine, P shared, uint lane, uint lanes) {
   best = simd_lowest(best);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return best;
-}
-
-// ---- Sums and maxima of a threadgroup, to all lanes; `shared` is a threadgroup array of 32 float.
-
-template <typename P>
-inline float sum_of(float mine, P shared, uint lane, uint lanes) {
-  mine = simd_sum(mine);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (lane % 32 == 0) shared[lane / 32] = mine;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float total = simd_sum(lane % 32 < (lanes + 31) / 32 ? float(shared[lane % 32]) : 0.0f);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  return total;
-}
-
-template <typename P>
-inline float max_of(float mine, P shared, uint lane, uint lanes) {
-  mine = simd_max(mine);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (lane % 32 == 0) shared[lane / 32] = mine;
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float top = simd_max(lane % 32 < (lanes + 31) / 32 ? float(shared[lane % 32]) : -INFINITY);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  return top;
 }
 
 // ---- Noise: a hash of (64-bit name, position), bit for bit that of veloxfn/ops/noise.py.

@@ -113,7 +113,7 @@ for (int t = -1; t < int(count); t++) {
             for (uint u = 0; u < 4; u++) {
               const uint slot = first + ((side * 4 + u) * 4 + part) * GROUPS;
               if (slot < length && slot != given) {
-                load_vector<WIDTH>(kept_keys + (ulong(slot) * D + v * WIDTH), x + u * WIDTH);
+                load_floats<WIDTH>(kept_keys + (ulong(slot) * D + v * WIDTH), x + u * WIDTH);
               } else {
                 for (uint i = 0; i < WIDTH; i++) x[u * WIDTH + i] = slot == given ? float(arriving[v * WIDTH + i]) : 0.0f;
               }

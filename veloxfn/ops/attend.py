@@ -10,39 +10,33 @@ On a GPU two launches, whatever the number of slots: parts of a row, each by a t
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
-from veloxfn.ops.launch import Kernel, Output, absent, backend_for, constant, launch
+from veloxfn.ops.constants import absent, constant
+from veloxfn.ops.evict_step import evict_inputs, evict_step, evict_template
+from veloxfn.ops.launch import Kernel, Output, backend_for, launch
 from veloxfn.ops.weights import ready, softmax
 
-__all__ = ["COMBINE", "KERNEL", "attend", "reference", "visible_mass"]
+__all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", "visible_mass"]
 
 KERNEL = Kernel(
     "attend",
-    ("queries", "keys", "values", "positions", "until", "scale", "tau", "names"),
-    ("logits", "tops", "sums", "partial", "tempered_tops", "tempered_sums"),
+    ("queries", "keys", "values", "positions", "until", "scale", "heat", "names"),
+    ("logits", "stats", "partial"),
 )
-COMBINE = Kernel(
-    "attend_combine",
-    (
-        "logits",
-        "tops",
-        "sums",
-        "partial",
-        "tempered_tops",
-        "tempered_sums",
-        "positions",
-        "until",
-        "tau",
-        "names",
-        "weights",
-    ),
-    ("output", "mass"),
+_COMBINE_INPUTS = ("logits", "stats", "partial", "positions", "until", "heat", "names", "weights")
+COMBINE = Kernel("attend_combine", _COMBINE_INPUTS, ("output", "attention"))
+FINISH = Kernel(
+    "attend_finish",
+    (*_COMBINE_INPUTS, "seen", "mass", "decay", "counted", "noise", "tau"),
+    ("output", "attention", "mass_out", "positions_out"),
+    bodies=("attend_combine", "evict_step"),
 )
 
-_LANES = 256
+_LANES, _FINISH_LANES = 256, 1024
 _MOST_HEADS = 128  # query heads times queries of a row
 _MOST_DIM = 256
 _MOST_PARTS = 32
@@ -131,6 +125,85 @@ def reference(
     return output.reshape(rows, groups, count, -1).astype(queries.dtype), mass
 
 
+def attend_step(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    positions: mx.array,
+    seen: mx.array,
+    mass: mx.array | None,
+    *,
+    scale: float | None = None,
+    temper: Temper | None = None,
+    decay: mx.array | None = None,
+    counted: mx.array | None = None,
+    noise: mx.array | None = None,
+    tau: mx.array | None = None,
+    sink: int,
+    recent: int,
+    backend: str | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """`attend` for one token, then `evict_step` with the attention: two launches on a GPU.
+
+    Args:
+        queries: [N, G, 1, D] of the token that arrived last.
+        keys: [N, n, D].
+        values: [N, n, Dv].
+        positions: [N, n] int32 of the slots, -1 = free.
+        seen: [N] int32, arrivals so far.
+        mass: [N, n] float32; None = 0.
+        scale: see `attend`.
+        temper: see `attend`.
+        decay: see `evict_step`, as the others.
+        counted: [N] int32.
+        noise: [N, n] float32.
+        tau: [N] float32.
+        sink: first arrivals that are protected.
+        recent: last arrivals that are protected.
+        backend: see `veloxfn.ops.launch.backend_for`.
+
+    Returns:
+        output [N, G, 1, Dv], mass [N, n] float32 and positions [N, n] int32 after the eviction.
+
+    Raises:
+        ValueError: more than one query, or one of noise and tau without the other.
+    """
+    rows, _, count, dim = queries.shape
+    if count != 1:
+        raise ValueError(f"attend_step takes the query of one token, got S = {count}")
+    if (noise is None) != (tau is None):
+        raise ValueError("noise and tau go together: give both or neither")
+    backend = backend_for(backend)
+    if backend == "reference" or not _fits(queries, keys, values):
+        output, attention = attend(queries, keys, values, positions, scale=scale, temper=temper, backend=backend)
+        stepped = evict_step(
+            positions,
+            seen,
+            mass,
+            attention,
+            decay=decay,
+            counted=counted,
+            noise=noise,
+            tau=tau,
+            sink=sink,
+            recent=recent,
+            backend=backend,
+        )
+        return output, *stepped
+    scale = dim**-0.5 if scale is None else scale
+    parts = _parts(queries, keys, values, positions, _all_positions(rows), scale, temper, None, backend)
+    made = launch(
+        FINISH,
+        backend,
+        [*parts.inputs, seen, *evict_inputs(mass, decay, counted, noise, tau)],
+        [parts.output, (positions.shape, mx.float32), (positions.shape, mx.float32), (positions.shape, mx.int32)],
+        template={**parts.template, **evict_template(mass, True, decay, counted, noise, False, sink, recent)},
+        groups=(rows, 1, 1),
+        threads=_FINISH_LANES,
+    )
+    return made[0], made[2], made[3]
+
+
 def visible_mass(
     queries: mx.array,
     keys: mx.array,
@@ -164,6 +237,38 @@ def _launched(
     weights: mx.array | None,
     backend: str,
 ) -> tuple[mx.array, mx.array]:
+    parts = _parts(queries, keys, values, positions, until, scale, temper, weights, backend)
+    made = launch(
+        COMBINE,
+        backend,
+        parts.inputs,
+        [parts.output, (positions.shape, mx.float32)],
+        template=parts.template,
+        groups=(positions.shape[0], 1, 1),
+        threads=_FINISH_LANES,
+    )
+    return made[0], made[1]
+
+
+class _Parts(NamedTuple):
+    """What the second launch takes."""
+
+    inputs: list[mx.array]
+    output: Output
+    template: dict[str, int | bool | mx.Dtype]
+
+
+def _parts(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array | None,
+    positions: mx.array,
+    until: mx.array,
+    scale: float,
+    temper: Temper | None,
+    weights: mx.array | None,
+    backend: str,
+) -> _Parts:
     rows, groups, count, dim = queries.shape
     length, heads = positions.shape[1], groups * count
     wide = 1 if values is None else values.shape[2]
@@ -172,14 +277,18 @@ def _launched(
         together *= 2
     chunks = -(-heads // together)
     parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), -(-length // _LEAST_SLOTS)))
-    none = absent(mx.float32)
-    tau = none if temper is None else temper.tau
-    names = absent(mx.uint32)
-    if temper is not None and temper.names is not None:
-        names = temper.names.reshape(rows, heads).view(mx.uint32)
-    valued, tempered, noisy_logits = values is not None, temper is not None, names.size > 1
-    each: Output = ((rows, parts, heads), mx.float32)
-    nothing: Output = ((1,), mx.float32)
+    none, heat, names = absent(mx.float32), absent(mx.float32), absent(mx.uint32)
+    if temper is not None:
+        heat = temper.tau
+        if temper.names is not None:
+            names = temper.names.reshape(rows, heads).view(mx.uint32)
+    template: dict[str, int | bool | mx.Dtype] = {
+        "T": queries.dtype,
+        "DV": wide,
+        "VALUED": values is not None,
+        "TEMPERED": temper is not None,
+        "NOISY": names.size > 1,
+    }
     made = launch(
         KERNEL,
         backend,
@@ -190,46 +299,23 @@ def _launched(
             positions,
             until,
             constant(scale),
-            tau,
+            heat,
             names,
         ],
         [
             ((rows, heads, length), mx.float32),
-            each,
-            each,
-            ((rows, parts, heads, wide), mx.float32) if valued else nothing,
-            each if tempered else nothing,
-            each if tempered else nothing,
+            ((rows, parts, heads, 4), mx.float32),
+            ((1,) if values is None else (rows, parts, heads, wide), mx.float32),
         ],
-        template={
-            "T": queries.dtype,
-            "D": dim,
-            "DV": wide,
-            "HEADS": together,
-            "VALUED": valued,
-            "TEMPERED": tempered,
-            "NOISY": noisy_logits,
-        },
+        template={**template, "D": dim, "HEADS": together},
         groups=(rows, parts, chunks),
         threads=_LANES,
     )
-    output, mass = launch(
-        COMBINE,
-        backend,
-        [*made, positions, until, tau, names, none if weights is None else weights],
-        [((rows, groups, count, wide) if valued else (1,), queries.dtype), ((rows, length), mx.float32)],
-        template={
-            "T": queries.dtype,
-            "DV": wide,
-            "VALUED": valued,
-            "TEMPERED": tempered,
-            "NOISY": noisy_logits,
-            "WEIGHTED": weights is not None,
-        },
-        groups=(rows, -(-length // _LANES), 1),
-        threads=_LANES,
+    return _Parts(
+        [*made, positions, until, heat, names, none if weights is None else weights],
+        ((1,) if values is None else (rows, groups, count, wide), queries.dtype),
+        {**template, "WEIGHTED": weights is not None},
     )
-    return output, mass
 
 
 @lru_cache(maxsize=64)

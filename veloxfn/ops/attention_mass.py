@@ -16,8 +16,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from veloxfn.draws import hashed_gumbel
+from veloxfn.ops.constants import absent, constant
 from veloxfn.ops.fusion import fused, on_gpu
-from veloxfn.ops.launch import Kernel, absent, backend_for, constant, launch
+from veloxfn.ops.launch import Kernel, backend_for, launch
 from veloxfn.ops.weights import exponentials, ready, softmax
 
 __all__ = ["COLUMNS", "ROWS", "Temper", "attention_mass", "noisy", "reference"]
@@ -27,13 +28,13 @@ _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
-ROWS = Kernel("mass_rows", ("products", "positions", "until", "scale", "weights", "tau", "names"), ("tops", "scales"))
+ROWS = Kernel("mass_rows", ("products", "positions", "until", "scale", "weights", "heat", "names"), ("stats",))
 COLUMNS = Kernel(
     "mass_columns",
-    ("products", "positions", "until", "scale", "tops", "scales", "mass", "tau", "names"),
+    ("products", "positions", "until", "scale", "stats", "mass", "heat", "names"),
     ("mass_out",),
 )
-_KERNEL_ELEMENTS = 2**24  # products of one tile
+_KERNEL_ELEMENTS = 2**26  # products of one tile
 _FEW_QUERIES = 32  # query heads times queries that one pass over the keys takes
 
 
@@ -106,29 +107,29 @@ def _launched(
             part = mx.depends([part], [mass])[0]  # one tile in memory at a time
         products = part.reshape(rows, groups * some, dim) @ wide[:, :, :seen]
         products = products.reshape(rows, groups, some, seen)
-        tau, names = none, absent(mx.uint32)
+        heat, names = none, absent(mx.uint32)
         if temper is not None:
-            tau = temper.tau[:, now]
+            heat = temper.tau[:, now]
             if temper.names is not None:
                 names = mx.contiguous(temper.names[:, :, now]).view(mx.uint32)
         template = {"TEMPERED": temper is not None, "NOISY": names.size > 1}
         limit = until[:, now]
-        tops, scales = launch(
+        stats = launch(
             ROWS,
             backend,
-            [products, positions, limit, scale, shares[:, now], tau, names],
-            [((rows, groups, some), mx.float32)] * 2,
+            [products, positions, limit, scale, shares[:, now], heat, names],
+            [((rows, groups, some, 2), mx.float32)],
             template=template,
-            groups=(rows * groups * some, 1, 1),
+            groups=(-(-rows * groups * some // 8), 1, 1),
             threads=256,
-        )
+        )[0]
         mass = launch(
             COLUMNS,
             backend,
-            [products, positions, limit, scale, tops, scales, mass, tau, names],
+            [products, positions, limit, scale, stats, mass, heat, names],
             [((rows, length), mx.float32)],
             template=template,
-            groups=(-(-length // 32), rows, 1),
+            groups=(-(-length // 128), rows, 1),
             threads=1024,
         )[0]
     return mass

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from veloxfn.ops.launch import Kernel, absent, backend_for, lanes_for, launch
-from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.constants import absent, numbers
+from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.weakest import reference as weakest
 
 __all__ = ["KERNEL", "evict_step", "importance_of", "reference", "updated_mass"]
@@ -81,35 +81,59 @@ def evict_step(
             recent=recent,
         )
     rows, length = positions.shape
-    none, no_count = absent(mx.float32), absent(mx.int32)
+    attended = absent(mx.float32) if attention is None else attention.astype(mx.float32)
+    last_mass, *others = evict_inputs(mass, decay, counted, noise, tau)
     made = launch(
         KERNEL,
         backend,
-        [
-            positions,
-            seen,
-            none if mass is None else mass,
-            none if attention is None else attention.astype(mx.float32),
-            none if decay is None else decay,
-            no_count if counted is None else counted,
-            none if noise is None else noise,
-            none if tau is None else tau,
-        ],
+        [positions, seen, last_mass, attended, *others],
         [(positions.shape, mx.float32), (positions.shape, mx.int32)],
-        template={
-            "MASSIVE": mass is not None,
-            "ATTENDED": attention is not None,
-            "DECAYS": decay is not None,
-            "AGED": counted is not None,
-            "NOISY": noise is not None,
-            "SIGN": -1 if keep_low else 1,
-            "SINK": sink,
-            "RECENT": recent,
-        },
+        template=evict_template(mass, attention is not None, decay, counted, noise, keep_low, sink, recent),
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )
     return made[0], made[1]
+
+
+def evict_inputs(
+    mass: mx.array | None,
+    decay: mx.array | None,
+    counted: mx.array | None,
+    noise: mx.array | None,
+    tau: mx.array | None,
+) -> list[mx.array]:
+    """The kernel's inputs of these names, in this order."""
+    none, no_count = absent(mx.float32), absent(mx.int32)
+    return [
+        none if mass is None else mass,
+        none if decay is None else decay,
+        no_count if counted is None else counted,
+        none if noise is None else noise,
+        none if tau is None else tau,
+    ]
+
+
+def evict_template(
+    mass: mx.array | None,
+    attended: bool,
+    decay: mx.array | None,
+    counted: mx.array | None,
+    noise: mx.array | None,
+    keep_low: bool,
+    sink: int,
+    recent: int,
+) -> dict[str, int | bool]:
+    """The kernel's constants."""
+    return {
+        "MASSIVE": mass is not None,
+        "ATTENDED": attended,
+        "DECAYS": decay is not None,
+        "AGED": counted is not None,
+        "DRAWN": noise is not None,
+        "SIGN": -1 if keep_low else 1,
+        "SINK": sink,
+        "RECENT": recent,
+    }
 
 
 def reference(

@@ -21,9 +21,9 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.attention_mass import Temper, attention_mass
+from veloxfn.ops.constants import absent, numbers
 from veloxfn.ops.evict_step import reference as evict_step
-from veloxfn.ops.launch import Kernel, absent, backend_for, lanes_for, launch
-from veloxfn.ops.slot_numbers import numbers
+from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 
 __all__ = ["KERNEL", "Folded", "Noise", "fits", "fold_tokens", "reference"]
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
 
-__all__ = ["BACKENDS", "Kernel", "absent", "backend_for", "constant", "lanes_for", "launch", "source_of"]
+__all__ = ["BACKENDS", "Kernel", "backend_for", "lanes_for", "launch", "source_of"]
 
 BACKENDS = ("reference", "metal", "cuda", "host")
 
@@ -29,11 +29,12 @@ FORCED: str | None = None
 
 
 class Kernel(NamedTuple):
-    """A kernel: the body `kernels/metal/<name>.metal` and the names it uses for its arrays."""
+    """A kernel: its bodies `kernels/metal/<body>.metal`, one after the other, and the names of its arrays."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    bodies: tuple[str, ...] = ()  # none = the name; each reads what the ones before wrote at the same lane
 
 
 Output = tuple[tuple[int, ...], mx.Dtype]
@@ -95,16 +96,8 @@ def launch(
             kernel, inputs, outputs, template=template, groups=groups, threads=threads
         )
         return emulated
-    made: Any = _made(kernel, backend)(
-        inputs=list(inputs),
-        template=list(template.items()),
-        grid=(groups[0] * threads, groups[1], groups[2]),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[shape for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-        init_value=POISON,
-    )
-    return list(made)
+    call = _call(kernel, backend, tuple(outputs), tuple(template.items()), groups, threads, POISON)
+    return list(call(*inputs))
 
 
 def lanes_for(length: int) -> int:
@@ -112,21 +105,37 @@ def lanes_for(length: int) -> int:
     return min(1024, -(-max(length, 1) // 32) * 32)
 
 
-@cache
-def absent(dtype: mx.Dtype) -> mx.array:
-    """What stands in for an input that a kernel does not read."""
-    return mx.array([0], dtype)
+@lru_cache(maxsize=1024)
+def _call(
+    kernel: Kernel,
+    backend: str,
+    outputs: tuple[Output, ...],
+    template: tuple[tuple[str, int | bool | mx.Dtype], ...],
+    groups: tuple[int, int, int],
+    threads: int,
+    poison: float | None,
+) -> Callable[..., Sequence[mx.array]]:
+    """A kernel with everything fixed but its inputs. Compiled: MLX writes out the source anew in every plain call."""
+    made = _made(kernel, backend)
 
+    def call(*inputs: mx.array) -> Any:
+        return made(
+            inputs=list(inputs),
+            template=list(template),
+            grid=(groups[0] * threads, groups[1], groups[2]),
+            threadgroup=(threads, 1, 1),
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            init_value=poison,
+        )
 
-@lru_cache(maxsize=64)
-def constant(number: float) -> mx.array:
-    """The number as an array [1] float32."""
-    return mx.array([number], mx.float32)
+    compiled: Callable[..., Sequence[mx.array]] = mx.compile(call)
+    return compiled
 
 
 @cache
 def _made(kernel: Kernel, backend: str) -> Callable[..., Any]:
-    header, body = source_of(kernel.name, backend)
+    header, body = source_of(kernel, backend)
     # MLX keeps what it built under the kernel's name: another text needs another name.
     digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
     make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
@@ -141,11 +150,12 @@ def _made(kernel: Kernel, backend: str) -> Callable[..., Any]:
 
 
 @cache
-def source_of(name: str, backend: str) -> tuple[str, str]:
+def source_of(kernel: Kernel, backend: str) -> tuple[str, str]:
     """Header and body of a kernel for a back end: "metal", "cuda" or "host"."""
     folder = _folder()
     header = (folder / f"msl_{backend}.h").read_text() + (folder / "metal" / "common.metal").read_text()
-    return header, (folder / "metal" / f"{name}.metal").read_text()
+    texts = [(folder / "metal" / f"{body}.metal").read_text() for body in kernel.bodies or (kernel.name,)]
+    return header, texts[0] if len(texts) == 1 else "".join(f"{{\n{text}}}\n" for text in texts)
 
 
 def _folder() -> Path:

@@ -125,7 +125,7 @@ def run(
         RuntimeError: no g++, or a text that it does not take.
         ValueError: inputs that do not match the names, or a number of threads that is none.
     """
-    header, body = source_of(kernel.name, "host")
+    header, body = source_of(kernel, "host")
     return run_source(
         header,
         body,

@@ -1,0 +1,30 @@
+"""Arrays that never change, made once: one array for all steps of a full cache, not an op in each.
+
+None is made by an op: inside an outer `mx.compile` that would be a tracer of the one trace.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+__all__ = ["absent", "constant", "numbers"]
+
+
+@lru_cache(maxsize=32)
+def numbers(count: int) -> mx.array:
+    """0 .. count - 1 as [count] int32."""
+    return mx.array(list(range(count)), dtype=mx.int32)
+
+
+@lru_cache(maxsize=64)
+def constant(number: float, shape: tuple[int, ...] = (1,), dtype: mx.Dtype = mx.float32) -> mx.array:
+    """The number in every element of `shape`, which is small."""
+    return mx.array(np.full(shape, number).tolist(), dtype)
+
+
+def absent(dtype: mx.Dtype) -> mx.array:
+    """What stands in for an input that a kernel does not read."""
+    return constant(0, (1,), dtype)
