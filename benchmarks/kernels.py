@@ -155,6 +155,8 @@ def steps_of(case: Case, effort: Effort, bandwidth: Bandwidth, *, bounds: bool) 
             "attention": layers.sdpa(shape, kind, count),
             "attention, budget rows": layers.sdpa(shape, kind, count, more=0),
         }
+        if isinstance(config, h2o.Config):
+            parties["attend_step"] = layers.own(layers.attending_in_one, config, shape, kind, count)
         with forced("reference"):
             parties["step, pure MLX"] = layers.own(layers.decoding, config, shape, kind, count)
             parties["update, pure MLX"] = layers.own(layers.updating, config, shape, kind, count)
@@ -201,6 +203,8 @@ def _step_rows(
     # One evaluation of one layer waits for the host most of the time: the target is about many.
     bound = tables.STEP_TARGET if bounds and count > 1 and case.shape.rows == 32 and case.shape.budget >= 2048 else None
     yield against("(attend + evict) / attention", "attend + evict", "attention", bound)
+    if "attend_step" in each:
+        yield against("attend_step / attention", "attend_step", "attention", bound)
     yield against("step / attention", "step", "attention")
     yield against("step / attention of budget rows", "step", "attention, budget rows")
     peers = [name for name in each if name.startswith("peer")]
@@ -467,13 +471,14 @@ class Run:
     def _case(self, group: str, case: Case, runner: Runner) -> None:
         print(f"{group}: {case.name}", flush=True)
         made: dict[str, list[dict[str, Any]]] = {}
-        for row in runner(case, self._effort, self._bandwidth, bounds=self._bounds):
-            made.setdefault(row.sizes["mode"], []).append(
-                tables.record(row._replace(sizes={"group": group, **row.sizes}))
-            )
-        for told in made.values():
-            self._records.extend(told)
-            print(f"  {brief(told)}", flush=True)
+        try:
+            for row in runner(case, self._effort, self._bandwidth, bounds=self._bounds):
+                told = tables.record(row._replace(sizes={"group": group, **row.sizes}))
+                self._records.append(told)
+                made.setdefault(told["mode"], []).append(told)
+        finally:
+            for records in made.values():
+                print(f"  {brief(records)}", flush=True)
 
     def _attempt(self, label: str, call: Callable[[], None]) -> None:
         """One case; an error in it is told and the next one goes on."""

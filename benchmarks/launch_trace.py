@@ -124,7 +124,10 @@ def steps(trace: Trace) -> Iterator[dict[str, Any]]:
             ("write, attend, evict", layers.decoding),
             ("attend, evict", layers.attending_only),
             ("write, score, evict", layers.updating),
+            ("attend_step", layers.attending_in_one),
         ):
+            if make is layers.attending_in_one and method != "h2o":
+                continue
             made = layers.own(make, config, shape, mx.float16, 1)
             yield _told(method, name, shape, _fewest(trace, made))
     yield _told("-", "attention alone", shape, _fewest(trace, layers.sdpa(shape, mx.float16, 1)))

@@ -20,6 +20,7 @@ from veloxfn import Retention, h2o, keyformer, ops, streaming_llm
 
 __all__ = [
     "Layers",
+    "attending_in_one",
     "attending_only",
     "decoding",
     "full_state",
@@ -161,6 +162,29 @@ def attending_only(config: Retention) -> Step:
     return step
 
 
+def attending_in_one(config: h2o.Config) -> Step:
+    """`attending_only` of H2O by `ops.attend_step` itself, which ranks in the launch that finishes the output."""
+
+    def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array) -> Any:
+        del keys, values
+        keys, values = veloxfn.candidates(config, state)
+        slots = state.slots
+        decay = mx.array([config.decay] * slots.seen.shape[0], mx.float32)
+        return ops.attend_step(
+            queries,
+            keys,
+            values,
+            slots.positions,
+            slots.seen,
+            state.mass,
+            decay=decay,
+            sink=config.sink,
+            recent=config.recent_rows,
+        )
+
+    return step
+
+
 def updating(config: Retention) -> Step:
     """Write the token, score by its query and let go of the weakest slot: no attention output, as the peer does."""
     policy = veloxfn.policy(config)
@@ -175,7 +199,7 @@ def updating(config: Retention) -> Step:
 def own(make: Callable[[Retention], Step], config: Retention, shape: Shape, dtype: mx.Dtype, count: int) -> Layers:
     """Layers of a veloxfn method under one of the steps above, compiled."""
     state = full_state(config, shape, dtype)
-    if make is attending_only:
+    if make in (attending_only, attending_in_one):
         block = blocks(shape, 1, dtype, seed=3)[0]
         state = veloxfn.policy(config).absorb(state, block.keys, block.values)
         return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), advance=False)

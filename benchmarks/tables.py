@@ -25,6 +25,7 @@ __all__ = ["attend", "duration", "figure", "fill", "kernels", "record", "tables_
 RESULTS = Path(__file__).with_name("RESULTS.md")
 STEP = {
     "(attend + evict) / attention": "attend + evict",
+    "attend_step / attention": "attend_step",
     "step / attention": "step",
     "step / attention of budget rows": "step, attention of budget rows",
     "peer / update": "peer / update",

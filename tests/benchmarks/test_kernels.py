@@ -68,6 +68,18 @@ def test_attending_only_leaves_the_state_alone():
     assert [state.slots.positions.tolist() for state in made.states] == before
 
 
+def test_attend_step_is_attend_and_evict():
+    config = config_of("h2o", TINY.budget)
+    state = layers.full_state(config, TINY, mx.float32)
+    block, other = sides.blocks(TINY, 1, mx.float32, count=2, seed=5)
+    state = kernels.veloxfn.policy(config).absorb(state, block.keys, block.values)
+    output, positions, (mass,) = layers.attending_only(config)(state, *other)
+    one_output, one_mass, one_positions = layers.attending_in_one(config)(state, *other)
+    assert mx.array_equal(positions, one_positions).item()
+    assert mx.allclose(output, one_output, rtol=1e-5).item()
+    assert mx.allclose(mass, one_mass, rtol=1e-5).item()
+
+
 def test_layers_have_buffers_of_their_own():
     made = layers.own(layers.updating, config_of("streaming_llm", TINY.budget), TINY, mx.float32, 2)
     first, second = made.states
