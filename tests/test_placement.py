@@ -1,5 +1,6 @@
 """Contiguous placement by hand: what is stored, what is seen, where the next token goes."""
 
+import importlib
 import math
 
 import mlx.core as mx
@@ -275,12 +276,14 @@ def test_absolute_placement_sees_what_is_stored():
 @pytest.mark.parametrize("gpu", [False, True])
 def test_both_ways_to_take_sine_and_cosine(monkeypatch, gpu):
     """The polynomials of a CPU, and MLX's functions on a GPU: run here by their definition."""
-    monkeypatch.setattr("veloxfn.placement.on_gpu", lambda: gpu)
+    turning = importlib.import_module("veloxfn.ops.rotate_by")
+    for module in (placement, turning):
+        monkeypatch.setattr(module, "on_gpu", lambda: gpu)
     rope = Rope(8, base=500.0, scale=0.5)
     start, to = mx.array([[0, 7, 4000, 12], [5, 5, 1, 90000]]), mx.array([[9, 0, 3, 12], [3999, 4, 1, 2]])
     inverse = placement._inverse(rope)
     assert np.allclose(np.array(inverse), 500.0 ** (-np.arange(4) / 4), rtol=5e-7)
-    found = placement._sine_cosine.__wrapped__(start[..., None], to[..., None], inverse, mx.array(0.5))
+    found = turning._sine_cosine.__wrapped__(start[..., None], to[..., None], inverse, mx.array(0.5))
     frequencies = np.array(inverse)
     angles = [np.float32(0.5) * np.array(place)[..., None].astype(np.float32) * frequencies for place in (to, start)]
     exact = angles[0].astype(np.float64) - angles[1].astype(np.float64)

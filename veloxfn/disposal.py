@@ -9,6 +9,8 @@ import mlx.core as mx
 from veloxfn import draws
 from veloxfn.base import State
 from veloxfn.evidence import key_norms
+from veloxfn.ops.launch import backend_for
+from veloxfn.ops.merge_into import merge_into
 from veloxfn.placement import ranks, rope_for, rotate, seen_keys
 from veloxfn.slots import with_slots
 
@@ -71,7 +73,8 @@ def merge(config: cam.Config) -> Dispose:
             content = mx.concatenate([mx.ones((*part.mass.shape, 1)), _finite(part.content)], axis=2)
             taken = taken + weights.swapaxes(1, 2) @ content
             mass = mass + (_finite(part.mass)[:, None] @ merged).squeeze(1)
-        return _given(config, state, survivors, taken, mass)
+        alone = (losers.places, weights) if losers.places.shape[1] == 1 else None
+        return _given(config, state, survivors, taken, mass, alone)
 
     return dispose
 
@@ -175,11 +178,22 @@ def _cosines(some: mx.array, others: mx.array) -> mx.array:
     return products / (key_norms(some)[..., None] * key_norms(others)[:, None])
 
 
-def _given(config: cam.Config, state: cam.State, survivors: _Side, taken: mx.array, mass: mx.array) -> cam.State:
-    """The state with what the survivors took: weights, then their weighted content [N, K, 1 + ..]."""
+def _given(
+    config: cam.Config,
+    state: cam.State,
+    survivors: _Side,
+    taken: mx.array,
+    mass: mx.array,
+    alone: tuple[mx.array, mx.array] | None,
+) -> cam.State:
+    """The state with what the survivors took: weights, then their weighted content [N, K, 1 + ..].
+
+    `alone` are slot [N, 1] and weights [N, 1, K] of the loser, where there is but one.
+    """
     slots, index = state.slots, survivors.places
     weight, content = taken[..., :1], survivors.content + taken[..., 1:]
-    if config.normalise or config.merge != "sum":
+    normalise = config.normalise or config.merge != "sum"
+    if normalise:
         content = content / (1 + weight)
     content = mx.where(weight > 0, content, survivors.content)
 
@@ -187,7 +201,11 @@ def _given(config: cam.Config, state: cam.State, survivors: _Side, taken: mx.arr
         return mx.put_along_axis(buffer, index[..., None], fresh.astype(buffer.dtype), axis=1)
 
     values, keys = mx.split(content, [slots.values.shape[2]], axis=2)
-    slots = slots._replace(values=put(slots.values, values))
+    if alone is not None and backend_for(None) != "reference":
+        merged = merge_into(slots.values, alone[0], index, alone[1], normalise=normalise)
+    else:
+        merged = put(slots.values, values)
+    slots = slots._replace(values=merged)
     if config.merge_keys:
         if rope := rope_for(config.placement, slots):  # back to where each survivor's key was rotated
             rank, rotation = (

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import mlx.core as mx
 
 from veloxfn import checks
-from veloxfn.ops.fusion import fused, on_gpu
+from veloxfn.ops.fusion import on_gpu
+from veloxfn.ops.rotate_by import rotate_by
 
 if TYPE_CHECKING:
     from veloxfn.base import Slots
@@ -177,21 +179,7 @@ def rotate(rope: Rope, vectors: mx.array, *, start: mx.array, to: mx.array) -> m
         ValueError: the embedding rotates more dimensions than the vectors have.
     """
     check_dims(rope, vectors.shape[-1])
-    if vectors.size == 0:  # MLX's CUDA back end divides by the size of what it fuses
-        return vectors
-    part = vectors if rope.dims == vectors.shape[-1] else vectors[..., : rope.dims]
-    half = rope.dims // 2
-    sine, cosine = _sine_cosine(start[..., None], to[..., None], _inverse(rope), mx.array(rope.scale, mx.float32))
-    same = (start == to)[..., None, None]
-    sign = mx.array([-1.0, 1.0])
-    if rope.traditional:
-        pairs = part.reshape(*part.shape[:-1], half, 2)
-        turned = _turned(pairs, pairs[..., ::-1], cosine[..., None], sine[..., None], sign, same)
-    else:
-        pairs = part.reshape(*part.shape[:-1], 2, half)
-        turned = _turned(pairs, pairs[..., ::-1, :], cosine[..., None, :], sine[..., None, :], sign[:, None], same)
-    turned = turned.reshape(part.shape)
-    return turned if part is vectors else mx.concatenate([turned, vectors[..., rope.dims :]], axis=-1)
+    return rotate_by(vectors, start, to, _inverse(rope), scale=rope.scale, traditional=rope.traditional)
 
 
 def check_dims(rope: Rope, key_dim: int) -> None:
@@ -202,52 +190,22 @@ def check_dims(rope: Rope, key_dim: int) -> None:
 
 def _inverse(rope: Rope) -> mx.array:
     """1 / freqs [dims / 2] or [1, dims / 2] float32, as `mx.fast.rope` takes them."""
+    half = rope.dims // 2
     if rope.freqs is not None:
         return mx.array([1.0 / _rounded(freq) for freq in rope.freqs], mx.float32)
-    half = rope.dims // 2
     if on_gpu():
-        return mx.array([rope.base ** (-i / half) for i in range(half)], mx.float32)
+        return _powers(rope.base, half)
     # MLX's own exp, which on a CPU is not the nearest float32. The reshape keeps a compiled step from fusing it into
     # the turn, where it would be taken for each key anew.
     return mx.exp(mx.arange(0, -half, -1, dtype=mx.float32) * (math.log(rope.base) / half)).reshape(1, half)
 
 
+@lru_cache(maxsize=16)
+def _powers(base: float, half: int) -> mx.array:
+    """Powers base ** (-i / half) as a constant [half] float32: not a transfer in each step."""
+    return mx.array([base ** (-i / half) for i in range(half)], mx.float32)
+
+
 def _rounded(number: float) -> float:
     """The nearest float32."""
     return cast(float, struct.unpack("f", struct.pack("f", number))[0])
-
-
-@fused
-def _turned(
-    pairs: mx.array, partners: mx.array, cosine: mx.array, sine: mx.array, sign: mx.array, same: mx.array
-) -> mx.array:
-    """Each number times the cosine, plus or minus its partner times the sine; itself where `same`."""
-    turned = pairs.astype(mx.float32) * cosine + partners.astype(mx.float32) * (sine * sign)
-    return mx.where(same, pairs, turned.astype(pairs.dtype))
-
-
-@fused
-def _sine_cosine(start: mx.array, to: mx.array, inverse: mx.array, scale: mx.array) -> tuple[mx.array, mx.array]:
-    """Sine and cosine of the angle from `start` to `to`."""
-    later, earlier = (place.astype(mx.float32) * scale * inverse for place in (to, start))
-    angle = later - earlier
-    back = angle - later
-    rest = (later - (angle - back)) - (earlier + back)  # what the difference lost to rounding
-    if on_gpu():
-        sine, cosine = mx.sin(angle), mx.cos(angle)
-        return sine + rest * cosine, cosine - rest * sine
-    # MLX's CPU back end calls the scalar functions, 16 ns per element each; multiplications and additions take 4 ns for
-    # both. Reduced by multiples of pi in three parts, two of 5 bits, so that their products are exact: errors of 1.3e-7
-    # up to 1e5 rad, 3e-7 up to 1e6.
-    shifted = angle * 0.3183098861837907 + 12582912.0  # 1.5 * 2**23: the nearest integer is in the low bits
-    turns = shifted - 12582912.0
-    x = ((angle - turns * 3.125) - turns * 0.0166015625) + (turns * 8.908910206884e-6 + rest)
-    x2 = x * x
-    x4 = x2 * x2
-    sine = x + x * x2 * ((-1.6666657058e-1 + x2 * 8.3330163531e-3) + x4 * (-1.9806546944e-4 + x2 * 2.5999029073e-6))
-    cosine = (1.0 - 0.5 * x2) + x4 * (
-        (4.1666655730e-2 + x2 * -1.3888568211e-3) + x4 * (2.4769240529e-5 + x2 * -2.6192481178e-7)
-    )
-    flip = mx.view(shifted, mx.uint32) << 31  # an odd multiple of pi changes both signs
-    sine, cosine = (mx.view(mx.view(wave, mx.uint32) + flip, mx.float32) for wave in (sine, cosine))
-    return sine, cosine
