@@ -23,6 +23,7 @@ from veloxfn.accounting import (
     tokens_kept,
     tokens_seen,
 )
+from veloxfn.attention import attend
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.placement import Absolute, Contiguous, Rope
@@ -38,6 +39,7 @@ __all__ = [
     "Rope",
     "Slots",
     "allocated_bytes",
+    "attend",
     "bind",
     "budgets",
     "cam",

@@ -21,7 +21,7 @@ from veloxfn.binding import bind
 from veloxfn.evidence import received, remembered
 from veloxfn.ops.evict_step import importance_of, updated_mass
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire_by
+from veloxfn.retention import Ranking, retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -151,8 +151,13 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
     attention = received(state.slots, queries, attention, placement=config.placement, decay=config.decay)
-    decay, counted = remembered(state.slots, config.decay), _counted(config, state.slots)
-    return retire_by(state, config, "mass", attention, decay=decay, counted=counted)
+    return retire_by(state, config, ranking(config, state), attention)
+
+
+def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
+    """By what a state that has absorbed a block is ranked."""
+    base = state.slots
+    return Ranking("mass", decay=remembered(base, config.decay), counted=_counted(config, base))
 
 
 def check_evidence(

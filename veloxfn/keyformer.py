@@ -33,7 +33,7 @@ from veloxfn.evidence import received
 from veloxfn.ops import Temper
 from veloxfn.ops.constants import numbers
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire_by
+from veloxfn.retention import Ranking, retire_by
 from veloxfn.slots import arrival_positions
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
@@ -219,12 +219,20 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
     heads = 1 if queries is None else queries.shape[1]
-    temper = temper_of(config, base, heads)
-    attention = received(base, queries, attention, placement=config.placement, temper=temper)
-    if config.noise != "additive" or config.temperatures == (0.0, 0.0):
-        return retire_by(state, config, "mass", attention)
+    how = ranking(config, state, heads)
+    attention = received(base, queries, attention, placement=config.placement, temper=how.temper)
+    return retire_by(state, config, how, attention)
+
+
+def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
+    """By what a state that has absorbed a block of queries with `heads` heads per row is ranked."""
+    base = state.slots
+    if config.noise != "additive":
+        return Ranking("mass", temper=temper_of(config, base, heads))
+    if config.temperatures == (0.0, 0.0):
+        return Ranking("mass")
     tau = temperature(config, mx.maximum(base.seen - 1 - config.anneal_from, 0))
-    return retire_by(state, config, "mass", attention, noise=state.noise, tau=tau)
+    return Ranking("mass", noise=state.noise, tau=tau)
 
 
 def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:

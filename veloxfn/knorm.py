@@ -23,7 +23,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import key_norms
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire_by
+from veloxfn.retention import Ranking, retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -126,7 +126,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.no_evidence("knorm", queries, attention)
     if state.slots.arrived.shape[1] == 0:
         return state
-    return retire_by(state, config, "norms", keep_low=config.keep == "low")
+    return retire_by(state, config, Ranking("norms", keep_low=config.keep == "low"))
 
 
 def update_batched(

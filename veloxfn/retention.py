@@ -6,7 +6,7 @@ Ties lose oldest first, a NaN never saves a slot, and a protected slot goes last
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from veloxfn.ops.evict_step import importance_of, updated_mass
 from veloxfn.ops.weakest import order_of, shielded
 from veloxfn.slots import gather_slots, settle, with_columns, with_slots
 
-__all__ = ["protected", "rank", "retire", "retire_by"]
+__all__ = ["Ranking", "attend_and_retire", "protected", "rank", "retire", "retire_by"]
 
 S = TypeVar("S", bound=State)
 
@@ -89,58 +89,112 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     return _freed(state, mx.where(free, -1, state.slots.positions))
 
 
-def retire_by(
-    state: S,
-    config: Retention,
-    column: str | None,
-    attention: mx.array | None = None,
-    *,
-    decay: mx.array | None = None,
-    counted: mx.array | None = None,
-    noise: mx.array | None = None,
-    tau: mx.array | None = None,
-    keep_low: bool = False,
-) -> S:
+class Ranking(NamedTuple):
+    """How a method ranks by a column of its state; the arrays as in `veloxfn.ops.evict_step`."""
+
+    column: str | None  # name of the column that takes in the attention; None = the attention alone, or age without it
+    decay: mx.array | None = None  # [N] float32, what the column keeps over the block
+    counted: mx.array | None = None  # [N] int32, for a ranking per query
+    noise: mx.array | None = None  # [N, n] float32, added `tau` times
+    tau: mx.array | None = None  # [N] float32
+    keep_low: bool = False  # rank by the negative
+    temper: ops.Temper | None = None  # of the logits that the attention is made of
+
+
+def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array | None = None) -> S:
     """`retire` by a column of the state that takes in the block's attention first; a step is one launch on a GPU.
 
     Args:
         state: any state; its columns go with their slots.
         config: budget, sink, recent_rows and shared_heads.
-        column: name of the column; None = none, ranks by the attention alone, or by age without it.
+        ranking: what to rank by.
         attention: [N, n] of the block; None = 0.
-        decay: [N] float32, what the column keeps.
-        counted: [N] int32, for a ranking per query; None = by sums.
-        noise: [N, n] float32 that is added `tau` times.
-        tau: [N] float32.
-        keep_low: rank by the negative.
 
     Returns:
         The state with S = 0.
     """
-    slots, mass = state.slots, None if column is None else getattr(state, column)
-    if slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1 and config.shared_heads == 1:
+    slots, mass = state.slots, None if ranking.column is None else getattr(state, ranking.column)
+    counted, noise, tau = ranking.counted, ranking.noise, ranking.tau
+    if _steps(state, config):
         mass, positions = ops.evict_step(
             slots.positions,
             slots.seen,
             mass,
             attention,
-            decay=decay,
+            decay=ranking.decay,
             counted=counted,
             noise=noise,
             tau=tau,
-            keep_low=keep_low,
+            keep_low=ranking.keep_low,
             sink=config.sink,
             recent=config.recent_rows,
         )
-        return _freed(state if column is None else with_columns(state, {column: mass}), positions)
+        return _stepped(state, ranking, mass, positions)
     if mass is None:
         mass = mx.zeros(slots.positions.shape, mx.float32) if attention is None else attention
     else:
-        mass = updated_mass(mass, attention, decay)
-    if column is not None:
-        state = with_columns(state, {column: mass})
-    importance = importance_of(mass, slots.positions, counted=counted, noise=noise, tau=tau, keep_low=keep_low)
+        mass = updated_mass(mass, attention, ranking.decay)
+    if ranking.column is not None:
+        state = with_columns(state, {ranking.column: mass})
+    importance = importance_of(mass, slots.positions, counted=counted, noise=noise, tau=tau, keep_low=ranking.keep_low)
     return retire(state, importance, config)
+
+
+def attend_and_retire(
+    state: S,
+    config: Retention,
+    ranking: Ranking,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float | None,
+) -> tuple[mx.array, S]:
+    """The attention of one token per row over its candidates, then `retire_by` it; two launches on a GPU.
+
+    Args:
+        state: a state after `absorb` of one token that is not padded.
+        config: budget, sink, recent_rows and shared_heads.
+        ranking: what to rank by.
+        queries: [N, G, 1, D].
+        keys: [N, n, D] as the query sees them.
+        values: [N, n, Dv].
+        scale: of the products; None = D ** -0.5.
+
+    Returns:
+        output [N, G, 1, Dv] and the state with S = 0.
+    """
+    slots = state.slots
+    if not _steps(state, config):
+        output, attention = ops.attend(queries, keys, values, slots.positions, scale=scale, temper=ranking.temper)
+        return output, retire_by(state, config, ranking, attention)
+    output, mass, positions = ops.attend_step(
+        queries,
+        keys,
+        values,
+        slots.positions,
+        slots.seen,
+        None if ranking.column is None else getattr(state, ranking.column),
+        scale=scale,
+        temper=ranking.temper,
+        decay=ranking.decay,
+        counted=ranking.counted,
+        noise=ranking.noise,
+        tau=ranking.tau,
+        sink=config.sink,
+        recent=config.recent_rows,
+    )
+    return output, _stepped(state, ranking, mass, positions)
+
+
+def _steps(state: State, config: Retention) -> bool:
+    """Whether exactly one slot of each row goes, whatever the other rows do."""
+    slots = state.slots
+    return slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1 and config.shared_heads == 1
+
+
+def _stepped(state: S, ranking: Ranking, mass: mx.array, positions: mx.array) -> S:
+    return _freed(state if ranking.column is None else with_columns(state, {ranking.column: mass}), positions)
 
 
 def _freed(state: S, positions: mx.array) -> S:

@@ -19,7 +19,7 @@ from veloxfn import checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire_by
+from veloxfn.retention import Ranking, retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -105,7 +105,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.no_evidence("streaming_llm", queries, attention)
     if state.slots.arrived.shape[1] == 0:
         return state
-    return retire_by(state, config, None)
+    return retire_by(state, config, Ranking(None))
 
 
 def update_batched(

@@ -20,7 +20,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire_by
+from veloxfn.retention import Ranking, retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -134,7 +134,12 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return cadence.replay(absorb, evict, config, state, queries)
     if queries is not None:
         attention = attention_of_last(state.slots, queries, 1, placement=config.placement)[0].squeeze(1)
-    return retire_by(state, config, None, attention)
+    return retire_by(state, config, ranking(config, state), attention)
+
+
+def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
+    """By what a state that has absorbed a block is ranked: the attention alone."""
+    return Ranking(None)
 
 
 def update_batched(

@@ -1,0 +1,74 @@
+"""A decoder's attention over a bounded cache, and the eviction that it pays for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from veloxfn import checks
+from veloxfn.base import Policy, State
+from veloxfn.reading import candidate_mask
+from veloxfn.retention import Ranking, attend_and_retire
+
+__all__ = ["attend"]
+
+S = TypeVar("S", bound=State)
+
+
+def attend(
+    policy: Policy[S], state: S, queries: mx.array, *, scale: float | None = None, padded: bool = False
+) -> tuple[mx.array, S]:
+    """Attention of the block that was absorbed last, then `evict`: what stands between `absorb` and the next layer.
+
+    Where the method ranks by attention and the block is one token, its weights are computed once for both; on a GPU all
+    of it is two launches.
+
+    Args:
+        policy: a method with its config bound.
+        state: a state after `absorb`.
+        queries: [N, G, S, D] of the block, G query heads per row.
+        scale: of the products of queries and keys; None = D ** -0.5.
+        padded: whether arrivals of the block may be padded (`valid` was given); their output is to be ignored.
+
+    Returns:
+        output [N, G, S, Dv] in the dtype of the queries, and the state with S = 0.
+
+    Raises:
+        ValueError: queries of another shape than [N, G, S, D].
+
+    >>> import mlx.core as mx
+    >>> from veloxfn import h2o
+    >>> policy = h2o.policy(h2o.Config(budget=8))
+    >>> state = policy.init_state(rows=2, key_dim=4, dtype=mx.float32)
+    >>> x = mx.ones((2, 20, 4))
+    >>> output, state = attend(policy, policy.absorb(state, x, x), x[:, None])
+    >>> output.shape, state.slots.positions.shape
+    ((2, 1, 20, 4), (2, 9))
+    """
+    config, (rows, count) = policy.config, state.slots.arrived.shape
+    checks.array("queries", queries, "[N, G, S, D]", (rows, None, count, state.slots.keys.shape[2]))
+    if count == 0:
+        return mx.zeros((*queries.shape[:3], state.slots.values.shape[2]), queries.dtype), state
+    keys, values = policy.candidates(state)
+    ranking = _ranking_of(config)
+    if count == 1 and not padded and ranking is not None and config.needs_queries:
+        how = ranking(config, state, queries.shape[1])
+        return attend_and_retire(state, config, how, queries, keys, values, scale=scale)
+    dim = queries.shape[3]
+    mask: mx.array | str | None = "causal" if count > 1 else None
+    if padded:
+        mask = candidate_mask(config, state)[:, None]
+    output = mx.fast.scaled_dot_product_attention(
+        queries, keys[:, None], values[:, None], scale=dim**-0.5 if scale is None else scale, mask=mask
+    )
+    if not config.needs_queries:
+        return output, policy.evict(state)
+    return output, policy.evict(state, queries=queries if scale is None else queries * (scale * dim**0.5))
+
+
+def _ranking_of(config: Any) -> Callable[..., Ranking] | None:
+    """What the method's module says it ranks by, if it ranks by the attention of one token."""
+    return getattr(sys.modules.get(type(config).__module__), "ranking", None)
