@@ -85,6 +85,7 @@ def config_of(method: str, budget: int, **more: Any) -> Retention:
     recent = min(RECENT, budget // 4)
     makers: dict[str, Callable[..., Retention]] = {
         "h2o": partial(h2o.Config, sink=SINK, recent=recent, decay=DECAY),
+        "h2o age-normalised": partial(h2o.Config, age_normalised=True),
         "keyformer logit": partial(keyformer.Config, sink=SINK, recent=recent),
         "keyformer additive": partial(keyformer.Config, sink=SINK, recent=recent, noise="additive"),
         "keyformer none": partial(keyformer.Config, sink=SINK, recent=recent, noise="none"),
@@ -114,6 +115,7 @@ def step_cases(*, quick: bool) -> list[Case]:
     ]
     return [
         *cases,
+        *(Case("h2o age-normalised", Shape(32, 128, 1, budget), "float16") for budget in (2048, 8192)),
         Case("h2o", Shape(32, 128, 4, 2048), "float16"),
         Case("h2o", Shape(32, 128, 1, 2048), "float32"),
     ]
@@ -155,8 +157,8 @@ def steps_of(case: Case, effort: Effort, bandwidth: Bandwidth, *, bounds: bool) 
             "attention": layers.sdpa(shape, kind, count),
             "attention, budget rows": layers.sdpa(shape, kind, count, more=0),
         }
-        if isinstance(config, h2o.Config):
-            parties["attend_step"] = layers.own(layers.attending_in_one, config, shape, kind, count)
+        if layers.ranks_by_output(config):
+            parties["attend, then evict"] = layers.own(layers.attending_apart, config, shape, kind, count)
         with forced("reference"):
             parties["step, pure MLX"] = layers.own(layers.decoding, config, shape, kind, count)
             parties["update, pure MLX"] = layers.own(layers.updating, config, shape, kind, count)
@@ -203,8 +205,8 @@ def _step_rows(
     # One evaluation of one layer waits for the host most of the time: the target is about many.
     bound = tables.STEP_TARGET if bounds and count > 1 and case.shape.rows == 32 and case.shape.budget >= 2048 else None
     yield against("(attend + evict) / attention", "attend + evict", "attention", bound)
-    if "attend_step" in each:
-        yield against("attend_step / attention", "attend_step", "attention", bound)
+    if "attend, then evict" in each:
+        yield against("(attend, then evict) / attention", "attend, then evict", "attention")
     yield against("step / attention", "step", "attention")
     yield against("step / attention of budget rows", "step", "attention, budget rows")
     peers = [name for name in each if name.startswith("peer")]
@@ -412,12 +414,17 @@ GROUPS: dict[str, tuple[Callable[..., list[Case]], Runner]] = {
 def launch_counts() -> dict[str, dict[str, Any]]:
     """Launches of a compiled step of each method, read off its graph with the machine's own back end."""
     shape, told = Shape(2, 64, 1, 64), {}
-    for method in METHODS:
+    block = blocks(shape, 1, mx.float16)[0]
+    for method in (*METHODS, "h2o age-normalised"):
         config = config_of(method, shape.budget)
         state = layers.full_state(config, shape, mx.float16)
-        block = blocks(shape, 1, mx.float16)[0]
-        for name, make in (("step", layers.decoding), ("update", layers.updating)):
-            found = launches(mx.compile(make(config)), state, *block)
+        absorbed = veloxfn.policy(config).absorb(state, block.keys, block.values)
+        for name, make, begun in (
+            ("step", layers.decoding, state),
+            ("attend + evict", layers.attending_only, absorbed),
+            ("update", layers.updating, state),
+        ):
+            found = launches(mx.compile(make(config)), begun, *block)
             told[f"{method}, {name}"] = {"kernels": list(found.kernels), "possible copies": list(found.copies)}
     return told
 

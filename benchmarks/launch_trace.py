@@ -118,15 +118,15 @@ def steps(trace: Trace) -> Iterator[dict[str, Any]]:
     import kernels
 
     shape = Shape(32, 128, 1, 2048)
-    for method in kernels.METHODS:
+    for method in (*kernels.METHODS, "h2o age-normalised"):
         config = kernels.config_of(method, shape.budget)
         for name, make in (
             ("write, attend, evict", layers.decoding),
             ("attend, evict", layers.attending_only),
             ("write, score, evict", layers.updating),
-            ("attend_step", layers.attending_in_one),
+            ("attend, then evict", layers.attending_apart),
         ):
-            if make is layers.attending_in_one and method != "h2o":
+            if make is layers.attending_apart and not layers.ranks_by_output(config):
                 continue
             made = layers.own(make, config, shape, mx.float16, 1)
             yield _told(method, name, shape, _fewest(trace, made))

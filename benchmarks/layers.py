@@ -20,7 +20,7 @@ from veloxfn import Retention, h2o, keyformer, ops, streaming_llm
 
 __all__ = [
     "Layers",
-    "attending_in_one",
+    "attending_apart",
     "attending_only",
     "decoding",
     "full_state",
@@ -122,16 +122,6 @@ def ranks_by_output(config: Retention) -> bool:
     return isinstance(config, h2o.Config) or (isinstance(config, keyformer.Config) and config.noise == "additive")
 
 
-def _attended(config: Retention, state: Any, queries: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-    """What a decoder reads of an absorbed block of one token, and the evidence for `evict`."""
-    keys, values = veloxfn.candidates(config, state)
-    if ranks_by_output(config):
-        output, mass = ops.attend(queries, keys, values, state.slots.positions)
-        return output, {"attention": mass}
-    output = _attention(queries, keys, values)
-    return output, {"queries": queries} if config.needs_queries else {}
-
-
 def _attention(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
     scale = queries.shape[-1] ** -0.5
     return mx.fast.scaled_dot_product_attention(queries, keys[:, None], values[:, None], scale=scale)
@@ -142,9 +132,7 @@ def decoding(config: Retention) -> Step:
     policy = veloxfn.policy(config)
 
     def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array) -> Any:
-        state = policy.absorb(state, keys, values)
-        output, evidence = _attended(config, state, queries)
-        return output, policy.evict(state, **evidence)
+        return veloxfn.attend(policy, policy.absorb(state, keys, values), queries)
 
     return step
 
@@ -155,32 +143,21 @@ def attending_only(config: Retention) -> Step:
 
     def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array) -> Any:
         del keys, values
-        output, evidence = _attended(config, state, queries)
-        slots, *columns = policy.evict(state, **evidence)
+        output, (slots, *columns) = veloxfn.attend(policy, state, queries)
         return output, slots.positions, columns
 
     return step
 
 
-def attending_in_one(config: h2o.Config) -> Step:
-    """`attending_only` of H2O by `ops.attend_step` itself, which ranks in the launch that finishes the output."""
+def attending_apart(config: Retention) -> Step:
+    """The same by `ops.attend` and `evict(attention=...)`, as a decoder with an attention of its own does."""
+    policy = veloxfn.policy(config)
 
     def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array) -> Any:
         del keys, values
-        keys, values = veloxfn.candidates(config, state)
-        slots = state.slots
-        decay = mx.array([config.decay] * slots.seen.shape[0], mx.float32)
-        return ops.attend_step(
-            queries,
-            keys,
-            values,
-            slots.positions,
-            slots.seen,
-            state.mass,
-            decay=decay,
-            sink=config.sink,
-            recent=config.recent_rows,
-        )
+        output, mass = ops.attend(queries, *veloxfn.candidates(config, state), state.slots.positions)
+        slots, *columns = policy.evict(state, attention=mass)
+        return output, slots.positions, columns
 
     return step
 
@@ -199,7 +176,7 @@ def updating(config: Retention) -> Step:
 def own(make: Callable[[Retention], Step], config: Retention, shape: Shape, dtype: mx.Dtype, count: int) -> Layers:
     """Layers of a veloxfn method under one of the steps above, compiled."""
     state = full_state(config, shape, dtype)
-    if make in (attending_only, attending_in_one):
+    if make in (attending_only, attending_apart):
         block = blocks(shape, 1, dtype, seed=3)[0]
         state = veloxfn.policy(config).absorb(state, block.keys, block.values)
         return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), advance=False)

@@ -25,7 +25,7 @@ __all__ = ["attend", "duration", "figure", "fill", "kernels", "record", "tables_
 RESULTS = Path(__file__).with_name("RESULTS.md")
 STEP = {
     "(attend + evict) / attention": "attend + evict",
-    "attend_step / attention": "attend_step",
+    "(attend, then evict) / attention": "attend, then evict",
     "step / attention": "step",
     "step / attention of budget rows": "step, attention of budget rows",
     "peer / update": "peer / update",

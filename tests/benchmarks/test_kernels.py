@@ -51,9 +51,8 @@ def test_a_step_reads_what_plain_attention_reads(method):
 
 
 def test_a_step_by_the_attention_of_the_output_keeps_what_one_by_queries_keeps():
-    for method in ("h2o", "keyformer additive"):
+    for method in kernels.METHODS:
         config = config_of(method, TINY.budget)
-        assert layers.ranks_by_output(config)
         whole = plain = layers.full_state(config, TINY, mx.float32)
         for block in sides.blocks(TINY, 1, mx.float32, count=12, seed=5):
             _, whole = layers.decoding(config)(whole, *block)
@@ -68,16 +67,18 @@ def test_attending_only_leaves_the_state_alone():
     assert [state.slots.positions.tolist() for state in made.states] == before
 
 
-def test_attend_step_is_attend_and_evict():
-    config = config_of("h2o", TINY.budget)
-    state = layers.full_state(config, TINY, mx.float32)
+@pytest.mark.parametrize("method", ["h2o", "keyformer additive"])
+def test_attending_and_evicting_apart_comes_to_the_same(method):
+    config = config_of(method, TINY.budget)
+    assert layers.ranks_by_output(config)
     block, other = sides.blocks(TINY, 1, mx.float32, count=2, seed=5)
+    state = layers.full_state(config, TINY, mx.float32)
     state = kernels.veloxfn.policy(config).absorb(state, block.keys, block.values)
-    output, positions, (mass,) = layers.attending_only(config)(state, *other)
-    one_output, one_mass, one_positions = layers.attending_in_one(config)(state, *other)
-    assert mx.array_equal(positions, one_positions).item()
-    assert mx.allclose(output, one_output, rtol=1e-5).item()
-    assert mx.allclose(mass, one_mass, rtol=1e-5).item()
+    output, positions, columns = layers.attending_only(config)(state, *other)
+    apart, apart_positions, apart_columns = layers.attending_apart(config)(state, *other)
+    assert mx.array_equal(positions, apart_positions).item()
+    assert mx.allclose(output, apart, rtol=1e-4, atol=1e-6).item()
+    assert all(mx.allclose(*pair, rtol=1e-5).item() for pair in zip(columns, apart_columns, strict=True))
 
 
 def test_layers_have_buffers_of_their_own():
@@ -132,7 +133,7 @@ def test_a_group_from_case_to_table(group, tmp_path, capsys):
     assert (told["errors"], told["left_out"], told["quick"]) == ({}, [], True)
     assert {row["group"] for row in told["rows"]} == {group}
     assert {"gpu", "versions", "device"} <= set(told["machine"])
-    assert {name.split(", ")[0] for name in told["launches"]} == set(kernels.METHODS)
+    assert {name.split(", ")[0] for name in told["launches"]} == {*kernels.METHODS, "h2o age-normalised"}
     tables.main([str(file), "--into", str(results)])
     method = told["rows"][0]["method"]
     assert f"| {method} | 2 |" in results.read_text()
