@@ -28,9 +28,9 @@ inline Rank rank_of(float importance, int position, int seen, int sink, int rece
 }
 
 // Importance of a slot: its mass, per query that has seen it where `age` > 0, plus noise (0 where there is none).
-inline float importance_of(float mass, int age, int sign, float noise) {
+inline float importance_of(float mass, int age, bool keep_low, float noise) {
   float importance = age > 0 ? mass / float(age) : mass;
-  if (sign < 0) importance = -importance;
+  if (keep_low) importance = -importance;
   return importance + noise;
 }
 

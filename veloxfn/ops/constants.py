@@ -6,9 +6,9 @@ None is made by an op: inside an outer `mx.compile` that would be a tracer of th
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 __all__ = ["absent", "constant", "numbers"]
 
@@ -22,7 +22,10 @@ def numbers(count: int) -> mx.array:
 @lru_cache(maxsize=64)
 def constant(number: float, shape: tuple[int, ...] = (1,), dtype: mx.Dtype = mx.float32) -> mx.array:
     """The number in every element of `shape`, which is small."""
-    return mx.array(np.full(shape, number).tolist(), dtype)
+    nested: Any = number
+    for size in reversed(shape):
+        nested = [nested] * size
+    return mx.array(nested, dtype)
 
 
 def absent(dtype: mx.Dtype) -> mx.array:

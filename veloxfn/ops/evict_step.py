@@ -130,7 +130,7 @@ def evict_template(
         "DECAYS": decay is not None,
         "AGED": counted is not None,
         "DRAWN": noise is not None,
-        "SIGN": -1 if keep_low else 1,
+        "KEEP_LOW": keep_low,
         "SINK": sink,
         "RECENT": recent,
     }
