@@ -9,7 +9,10 @@
 // limits: budget, sink, recent. rates: decay, what products of queries and keys are multiplied by.
 
 constexpr uint LANES = 32 * GROUPS;
-constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;  // heads whose products are made in one pass over the keys
+constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;          // heads whose products are made in one pass over the keys
+constexpr uint VECTORS = (D / WIDTH + 7) / 8;             // of a key, for each of 8 lanes
+constexpr bool HOLDS = TOGETHER * VECTORS * WIDTH <= 32;  // its part of the queries, in registers
+constexpr int UNROLLED = SLOTS <= 4 ? SLOTS : 1;          // else a lane's slots are in memory of its own
 constexpr uint QUERY_PARTS = (HEADS * D + LANES - 1) / LANES;
 constexpr uint KEY_PARTS = (D + LANES - 1) / LANES;
 constexpr uint VALUE_PARTS = (DV + LANES - 1) / LANES;
@@ -44,7 +47,7 @@ for (uint i = lane; i < capacity * DV; i += LANES) {
 int position_of[SLOTS];  // -1 = free, -2 = there is no such slot
 float mass_of[SLOTS], noise_of[SLOTS], logit_of[SLOTS * HEADS];
 Rank mine = last_rank();
-#pragma unroll
+#pragma unroll (UNROLLED)
 for (uint b = 0; b < SLOTS; b++) {
   const uint slot = (b * 32 + own) * GROUPS + group;
   const bool exists = slot < length;
@@ -91,31 +94,49 @@ for (int t = -1; t < int(count); t++) {
   if (counts) {
     auto query = asked + (buffer ^ 1) * HEADS * D;
     auto arriving = coming + (buffer ^ 1) * D;
-#pragma unroll
+#pragma unroll (UNROLLED)
     for (uint b = 0; b < SLOTS; b++) {
-      const uint first = b * LANES + group;
-      const uint held = first < length ? (length - first + GROUPS - 1) / GROUPS : 0;
       if ((b * 32 + own) * GROUPS + group == given) {
         position_of[b] = now;
         mass_of[b] = 0.0f;
         if (NOISY) noise_of[b] = drawn[at];
       }
+    }
+    for (uint head = 0; head < HEADS; head += TOGETHER) {
+      float part_of_query[HOLDS ? TOGETHER * VECTORS * WIDTH : 1];
+      if (HOLDS) {
 #pragma unroll
-      for (uint side = 0; side < 2; side++) {
-        if (side * 16 >= held) continue;
+        for (uint i = 0; i < TOGETHER * VECTORS * WIDTH; i++) {
+          const uint h = head + i / (VECTORS * WIDTH), v = sub + i / WIDTH % VECTORS * 8;
+          if (h < HEADS && v < D / WIDTH) part_of_query[HOLDS ? i : 0] = query[h * D + v * WIDTH + i % WIDTH];
+        }
+      }
+#pragma unroll (UNROLLED)
+      for (uint b = 0; b < SLOTS; b++) {
+        const uint first = b * LANES + group;
+        const uint held = first < length ? (length - first + GROUPS - 1) / GROUPS : 0;
 #pragma unroll
-        for (uint head = 0; head < HEADS; head += TOGETHER) {
+        for (uint side = 0; side < 2; side++) {
+          if (side * 16 >= held) continue;
           float dots[TOGETHER * 4];
+#pragma unroll
           for (uint i = 0; i < TOGETHER * 4; i++) dots[i] = 0.0f;
-          for (uint v = sub; v < D / WIDTH; v += 8) {
+#pragma unroll (HOLDS ? VECTORS : 1)
+          for (uint n = 0; n < VECTORS; n++) {
+            const uint v = sub + n * 8;
+            if (v >= D / WIDTH) continue;
             float x[4 * WIDTH];
 #pragma unroll
             for (uint u = 0; u < 4; u++) {
               const uint slot = first + ((side * 4 + u) * 4 + part) * GROUPS;
-              if (slot < length && slot != given) {
-                load_floats<WIDTH>(kept_keys + (ulong(slot) * D + v * WIDTH), x + u * WIDTH);
-              } else {
-                for (uint i = 0; i < WIDTH; i++) x[u * WIDTH + i] = slot == given ? float(arriving[v * WIDTH + i]) : 0.0f;
+              load_floats<WIDTH>(kept_keys + (ulong(min(slot, length - 1)) * D + v * WIDTH), x + u * WIDTH);
+            }
+#pragma unroll
+            for (uint u = 0; u < 4; u++) {
+              // The new key is being written to its slot meanwhile.
+              if (first + ((side * 4 + u) * 4 + part) * GROUPS == given) {
+#pragma unroll
+                for (uint i = 0; i < WIDTH; i++) x[u * WIDTH + i] = float(arriving[v * WIDTH + i]);
               }
             }
 #pragma unroll
@@ -123,7 +144,9 @@ for (int t = -1; t < int(count); t++) {
               if (head + h >= HEADS) continue;
 #pragma unroll
               for (uint i = 0; i < WIDTH; i++) {
-                const float q = query[(head + h) * D + v * WIDTH + i];
+                const float q = HOLDS ? part_of_query[HOLDS ? (h * VECTORS + n) * WIDTH + i : 0]
+                                      : float(query[(head + h) * D + v * WIDTH + i]);
+#pragma unroll
                 for (uint u = 0; u < 4; u++) dots[h * 4 + u] = fma(q, x[u * WIDTH + i], dots[h * 4 + u]);
               }
             }
@@ -147,7 +170,7 @@ for (int t = -1; t < int(count); t++) {
 #pragma unroll
     for (uint h = 0; h < HEADS; h++) {
       float top = -INFINITY;
-#pragma unroll
+#pragma unroll (UNROLLED)
       for (uint b = 0; b < SLOTS; b++) {
         const uint slot = (b * 32 + own) * GROUPS + group;
         const bool visible = position_of[b] >= 0 && (OWN || slot != given || now == 0);
@@ -162,7 +185,7 @@ for (int t = -1; t < int(count); t++) {
       }
       top = simd_max(top);
       float sum = 0.0f;
-#pragma unroll
+#pragma unroll (UNROLLED)
       for (uint b = 0; b < SLOTS; b++) {
         const float logit = logit_of[b * HEADS + h];
         sum = sum + (logit > -INFINITY ? exp(logit - top) : 0.0f);
@@ -196,7 +219,7 @@ for (int t = -1; t < int(count); t++) {
   if (!counts) continue;
 
   float attention[SLOTS];
-#pragma unroll
+#pragma unroll (UNROLLED)
   for (uint b = 0; b < SLOTS; b++) attention[b] = 0.0f;
 #pragma unroll
   for (uint h = 0; h < HEADS; h++) {
@@ -204,14 +227,14 @@ for (int t = -1; t < int(count); t++) {
     const float top = simd_max(top_of);
     const float total = simd_sum(top_of > -INFINITY ? sums[h * GROUPS + me] * exp(top_of - top) : 0.0f);
     const float share = total > 0.0f ? (1.0f / float(HEADS)) / total : 0.0f;
-#pragma unroll
+#pragma unroll (UNROLLED)
     for (uint b = 0; b < SLOTS; b++) {
       const float logit = logit_of[b * HEADS + h];
       if (logit > -INFINITY) attention[b] = attention[b] + product(exp(logit - top), share);
     }
   }
   mine = last_rank();
-#pragma unroll
+#pragma unroll (UNROLLED)
   for (uint b = 0; b < SLOTS; b++) {
     float heavy = MASSIVE ? mass_of[b] : 0.0f;
     if (DECAYS) heavy = product(heavy, decay);
@@ -238,7 +261,7 @@ for (int t = -1; t < int(count); t++) {
   best = simd_lowest(best);
   // The next token goes where one was lost, or to the first slot that is still free, which ranks below all others.
   const bool loses = best.high >= 0x40000000u;
-#pragma unroll
+#pragma unroll (UNROLLED)
   for (uint b = 0; b < SLOTS; b++) {
     if (loses && length == capacity && (b * 32 + own) * GROUPS + group == best.slot) position_of[b] = -1;
   }
@@ -246,7 +269,7 @@ for (int t = -1; t < int(count); t++) {
   now++;
 }
 
-#pragma unroll
+#pragma unroll (UNROLLED)
 for (uint b = 0; b < SLOTS; b++) {
   const uint slot = (b * 32 + own) * GROUPS + group;
   if (slot < length) {

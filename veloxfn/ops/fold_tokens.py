@@ -49,8 +49,8 @@ KERNEL = Kernel(
     ("keys_out", "values_out", "positions_out", "mass_out", "noise_out"),
 )
 
-_LANES = 512  # of a threadgroup, at most: each may then have 128 registers of a GPU's 65536
-_MOST_SLOTS = 16 * _LANES
+_LANES = 256  # of a threadgroup, at most: each may then have 255 registers of a GPU's 65536, which is as many as it can
+_MOST_SLOTS = 8192
 _THREADGROUP_BYTES = 32 * 1024
 
 
