@@ -1,0 +1,353 @@
+"""Kernels that attend: `attend`, `attend_step`, `attention_mass`, against float64 and against their references."""
+
+import importlib
+import itertools
+import math
+import os
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from veloxfn import draws
+from veloxfn.ops import Temper, attend, attend_step, attention_mass, evict_step
+from veloxfn.ops.attend import reference as attend_reference
+from veloxfn.testing.drive import UNIT, bits
+
+ATTEND = importlib.import_module("veloxfn.ops.attend")
+MASS = importlib.import_module("veloxfn.ops.attention_mass")
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+FAR = 2**20  # more recent tokens than there are: `seen - FAR` says which are protected
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+DIMS = [(32, 32), (64, 33), (80, 80), (96, 1), (128, 128), (256, 200)]
+SIZES = [1, 2, 31, 32, 33, 513, 2049, 4097]
+TEMPERS = ["plain", "warm", "noisy"]
+HEADS = [(1, 1), (2, 1), (1, 3), (3, 4)]  # query heads and queries: of 12, a threadgroup takes 8 or 4
+
+# Of masses. Logits of up to 60 are sums of up to 256 products, rounded to float32, and an exponential makes an absolute
+# error of a logit a relative one of a weight: 256 roundings of 60 would be 9e-4, their random walk is 6e-5.
+MASS_ERROR = {"rtol": 1e-4, "atol": 1e-7}
+# Of outputs, in units of the largest value: masses' error, and the rounding to the dtype.
+OUTPUT_ERROR = 2e-5
+
+
+def unit_of(dtype):
+    return OUTPUT_ERROR + (0 if dtype == mx.float32 else UNIT[dtype])
+
+
+def on_cpu(function, *arguments, **options):
+    """A reference, in MLX's CPU primitives whatever the default device is; float32 products on CUDA are TF32."""
+    with mx.stream(mx.cpu):
+        made = function(*arguments, **options)
+        mx.eval(made)
+    return made
+
+
+def tempered(kind, rows, groups, count):
+    tau = mx.linspace(0.5, 2.0, rows * count).reshape(rows, count)
+    names = draws.names(3, mx.arange(rows)[:, None, None], mx.arange(groups)[:, None], mx.arange(count))
+    return {"plain": None, "warm": Temper(tau), "noisy": Temper(tau, names)}[kind]
+
+
+def case(rows, groups, count, length, dim, value_dim, dtype, *, seed=0, grid=False):
+    """Queries as models make them, heads behind tokens; slots in any order, some free, some not finite."""
+    draw = np.random.default_rng([seed, rows, groups, count, length, dim])
+
+    def array(*shape):
+        numbers = draw.integers(-8, 9, shape) / 4 if grid else draw.standard_normal(shape)
+        return mx.array(numbers.astype(np.float32)).astype(dtype)
+
+    queries = array(rows, count, groups, dim).swapaxes(1, 2)
+    keys, values = array(rows, length + 3, dim)[:, 1 : length + 1], array(rows, length, value_dim)
+    positions = np.stack([draw.permutation(length) for _ in range(rows)]).astype(np.int32).reshape(rows, length)
+    if length > 2:
+        positions[draw.random((rows, length)) < 0.1] = -1
+        bad = draw.choice([0.0, math.inf, -math.inf, math.nan], (rows, length, 1), p=[0.91, 0.03, 0.03, 0.03])
+        bad[:, :3] = 0.0
+        keys = keys + mx.array(bad.astype(np.float32)).astype(dtype)
+    until = np.sort(draw.integers(0, length, (rows, count)), axis=1).astype(np.int32)
+    until[:, -1] = 2**30
+    if count > 2:
+        until[:, 0] = -1  # sees nothing
+    return queries, keys, values, mx.array(positions), mx.array(until)
+
+
+def floats(array):
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def truth(queries, keys, values, positions, until, *, scale=None, temper=None, weights=None):
+    """Output and mass in float64."""
+    scale = queries.shape[3] ** -0.5 if scale is None else scale
+    with np.errstate(invalid="ignore"):
+        logits = np.einsum("ngsd,nmd->ngsm", floats(queries), floats(keys)) * scale
+    slots = np.array(positions)[:, None, None]
+    visible = (slots >= 0) & (slots <= np.array(until)[:, None, :, None]) & np.isfinite(logits)
+
+    def shares(x):
+        x = np.where(visible, x, -np.inf)
+        top = x.max(axis=-1, keepdims=True)
+        powers = np.where(visible, np.exp(x - np.where(np.isfinite(top), top, 0)), 0)
+        return powers / np.maximum(powers.sum(axis=-1, keepdims=True), 1e-300)
+
+    plain = shares(np.where(visible, logits, 0))
+    mass = plain
+    if temper is not None:
+        noise = 0.0
+        if temper.names is not None:
+            noise = floats(draws.hashed_gumbel(temper.names[..., None], positions[:, None, None]))
+        mass = shares((np.where(visible, logits, 0) + noise) / floats(temper.tau)[:, None, :, None])
+    mass = mass.mean(axis=1)
+    weighted = mass if weights is None else mass * floats(weights)[..., None]
+    return np.einsum("ngsm,nmd->ngsd", plain, floats(values)), weighted.sum(axis=1)
+
+
+def assert_near(have, want, values, positions):
+    output, mass = (floats(array) for array in have)
+    largest = max(1.0, float(mx.max(mx.abs(values.astype(mx.float32))).item()))
+    assert np.allclose(output, want[0], rtol=0, atol=unit_of(have[0].dtype) * largest)
+    assert np.allclose(mass, want[1], **MASS_ERROR)
+    assert have[1].dtype == mx.float32
+    assert (mass[np.array(positions) < 0] == 0).all(), "a free slot receives nothing"
+
+
+# A latin square of the kernel's templates, each run with a third of the lengths: every pair of dtype, dims, length and
+# temper occurs.
+TEMPLATES = [
+    (DTYPES[k], DIMS[d], TEMPERS[(d + 2 * k) % 3], HEADS[(d + d // 3 + k) % 4], SIZES[(d + k) % 3 :: 3])
+    for d in range(6)
+    for k in range(3)
+]
+if DEEP:
+    TEMPLATES = [(*some, SIZES) for some in itertools.product(DTYPES, DIMS, TEMPERS, HEADS)]
+
+
+@pytest.mark.parametrize(("dtype", "dims", "temper", "heads", "sizes"), TEMPLATES)
+def test_attend_is_right(backend, dtype, dims, temper, heads, sizes):
+    groups, count = heads
+    for number, length in enumerate(sizes):
+        rows = [1, 2, 5][number % 3] if length < 2000 else 1
+        many = groups * count * length * max(dims) > 2**21  # a second in the emulation
+        if many and backend == "host" and not DEEP:
+            length, rows = 700, 1
+        given = case(rows, groups, count, length, *dims, dtype)
+        how = tempered(temper, rows, groups, count)
+        want = truth(*given, temper=how)
+        have = attend(*given, temper=how, backend=backend)
+        assert have[0].dtype == dtype
+        assert have[0].shape == (rows, groups, count, dims[1])
+        assert_near(have, want, given[2], given[3])
+        assert_near(on_cpu(attend_reference, *given, temper=how), want, given[2], given[3])
+
+
+@pytest.mark.parametrize("rows", [512, 511])
+@pytest.mark.parametrize("temper", TEMPERS)
+def test_attend_of_many_rows(backend, rows, temper):
+    given = case(rows, 2, 1, 33, 32, 32, mx.float32)
+    how = tempered(temper, rows, 2, 1)
+    assert_near(attend(*given, temper=how, backend=backend), truth(*given, temper=how), given[2], given[3])
+
+
+@pytest.mark.parametrize(("groups", "count"), [(128, 1), (16, 8), (5, 25), (129, 1), (3, 43)])
+def test_attend_of_many_heads(backend, monkeypatch, groups, count):
+    """Up to 128 by the kernels, more by the reference and by MLX's own attention."""
+    given = case(1, groups, count, 70, 32, 5, mx.float32)
+    assert_near(attend(*given, backend=backend), truth(*given), given[2], given[3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.03, 1.0, 3.0])
+def test_the_scale_is_that_of_the_products(backend, dtype, scale):
+    given = case(2, 3, 2, 40, 64, 33, dtype)
+    want = truth(*given, scale=scale)
+    assert_near(attend(*given, scale=scale, backend=backend), want, given[2], given[3])
+    assert_near(on_cpu(attend_reference, *given, scale=scale), want, given[2], given[3])
+
+
+def test_without_until_the_queries_are_the_last_slots_or_one_token_anywhere(backend):
+    queries, keys, values, _, _ = case(2, 2, 5, 40, 32, 32, mx.float32, grid=True)
+    positions = mx.where(mx.arange(40) == 3, -1, mx.arange(40, dtype=mx.int32)) * mx.ones((2, 1), mx.int32)
+    have = attend(queries, keys, values, positions, backend=backend)
+    want = truth(queries, keys, values, positions, positions[:, 35:])
+    assert_near(have, want, values, positions)
+    one, anywhere = queries[:, :, :1], mx.where(positions < 0, -1, 39 - positions)
+    have = attend(one, keys, values, anywhere, backend=backend)
+    assert_near(have, truth(one, keys, values, anywhere, mx.full((2, 1), 99)), values, anywhere)
+
+
+@pytest.mark.parametrize("temper", TEMPERS)
+def test_queries_that_see_nothing_give_zeros(backend, temper):
+    queries, keys, values, positions, until = case(2, 2, 3, 40, 32, 32, mx.float32)
+    how = tempered(temper, 2, 2, 3)
+    for some in ((positions, mx.full(until.shape, -1)), (mx.full(positions.shape, -1), until)):
+        output, mass = attend(queries, keys, values, *some, temper=how, backend=backend)
+        assert not mx.any(output), "not -0.0 either, nor NaN"
+        assert not mx.any(mass)
+        assert not mx.any(attention_mass(queries, keys, *some, None, how, backend=backend))
+    broken = mx.full(keys.shape, math.inf, keys.dtype)
+    output, mass = attend(queries, broken, values, positions, until, temper=how, backend=backend)
+    assert not mx.any(output)
+    assert not mx.any(mass)
+
+
+def test_equal_keys_receive_equal_masses(backend):
+    keys = mx.full((1, 700, 32), 0.25, mx.float16)
+    given = mx.ones((1, 4, 1, 32), mx.float16), keys, keys, mx.arange(700, dtype=mx.int32)[None]
+    output, mass = attend(*given, backend=backend)
+    assert len(np.unique(np.array(mass))) == 1
+    assert mx.array_equal(output, mx.full(output.shape, 0.25, mx.float16))
+
+
+STEPS = {
+    "h2o": "mass",
+    "h2o-fading": "mass decay",
+    "h2o-observed": "mass counted",
+    "keyformer-logit": "mass noisy",
+    "keyformer-silent": "mass warm",
+    "keyformer-additive": "mass noise",
+    "tova": "",
+}
+
+
+def rule(name, rows, groups, positions, seed=0):
+    """Mass and options of `attend_step`, on a grid."""
+    words, length = STEPS[name].split(), positions.shape[1]
+    draw = np.random.default_rng(seed)
+    mass = mx.array(draw.integers(0, 4, (rows, length)).astype(np.float32) / 2) if "mass" in words else None
+    options = {
+        "decay": mx.linspace(0.5, 1.0, rows) if "decay" in words else None,
+        "counted": mx.full((rows,), length + 1, mx.int32) if "counted" in words else None,
+        "noise": draws.gumbel(5, mx.arange(rows), positions) if "noise" in words else None,
+        "tau": mx.linspace(0.0, 2.0, rows) if "noise" in words else None,
+    }
+    return mass, tempered(next((word for word in words if word in TEMPERS), "plain"), rows, groups, 1), options
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attend_step_loses_what_the_reference_loses(backend, name):
+    """Keys and queries on a grid with exact products: equal keys tie bit for bit, others differ clearly."""
+    sizes = list(itertools.product([1, 2, 512], SIZES)) if DEEP else [(3, n) for n in (1, 2, 31, 33, 300)] + [(1, 1025)]
+    for number, (rows, length) in enumerate(sizes):
+        queries, keys, values, _, _ = case(rows, 2, 1, length, 64, 33, mx.float16, grid=True, seed=number)
+        draw = np.random.default_rng(number)
+        # Few different keys: ties; all of them equal in one of the cases.
+        keys = keys[:, :3][:, mx.array(draw.integers(0, min(length, 3) if number != 2 else 1, length))]
+        positions = np.stack([draw.permutation(length) for _ in range(rows)]).astype(np.int32).reshape(rows, length)
+        if length > 5:
+            positions[0, 4] = -1  # a row that loses nothing
+        positions = mx.array(positions)
+        mass, temper, options = rule(name, rows, 2, positions, number)
+        queries = queries * 0.25
+        # All but one are protected in the second row.
+        last = mx.where(mx.arange(rows) == 1, 3, length) + FAR
+        given = (queries, keys, values, positions, last.astype(mx.int32), mass)
+        more = options | {"temper": temper, "sink": min(2, length - 1), "recent": FAR}
+        have = attend_step(*given, **more, backend=backend)
+        want = on_cpu(attend_step, *given, **more, backend="reference")
+        assert np.array_equal(have[2], want[2]), (rows, length)
+        assert np.allclose(have[1], want[1], rtol=1e-5, atol=1e-6)
+        assert np.allclose(floats(have[0]), floats(want[0]), rtol=0, atol=2 * unit_of(mx.float16))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attend_step_is_attend_and_then_evict_step(backend, name):
+    queries, keys, values, positions, _ = case(2, 3, 1, 70, 64, 33, mx.float16)
+    mass, temper, options = rule(name, 2, 3, positions)
+    seen = mx.array([70, 70], mx.int32)
+    output, attention = attend(queries, keys, values, positions, temper=temper, backend=backend)
+    want = evict_step(positions, seen, mass, attention, **options, sink=1, recent=9, backend=backend)
+    have = attend_step(
+        queries, keys, values, positions, seen, mass, temper=temper, **options, sink=1, recent=9, backend=backend
+    )
+    assert np.array_equal(bits(have[0]), bits(output))
+    assert np.array_equal(have[2], want[1])
+    # One text in two kernels, which CUDA and Metal may contract differently.
+    assert np.array_equal(have[1], want[0]) if backend == "host" else np.allclose(have[1], want[0], rtol=1e-6)
+
+
+def test_keyformer_at_no_temperature_is_h2o_bit_for_bit(backend):
+    queries, keys, values, positions, _ = case(3, 2, 1, 70, 64, 33, mx.float16)
+    seen, mass = mx.full((3,), 70, mx.int32), mx.random.uniform(shape=(3, 70), key=mx.random.key(0))
+    options = {"sink": 1, "recent": 9, "backend": backend}
+    plain = attend_step(queries, keys, values, positions, seen, mass, **options)
+    noise = draws.gumbel(5, mx.arange(3), positions)
+    silent = attend_step(queries, keys, values, positions, seen, mass, noise=noise, tau=mx.zeros(3), **options)
+    for one, other in zip(silent, plain, strict=True):
+        assert np.array_equal(bits(one), bits(other))
+
+
+def test_attend_step_refuses_nonsense(backend):
+    queries, keys, values, positions, _ = case(1, 2, 2, 9, 32, 32, mx.float32)
+    seen, options = mx.array([9], mx.int32), {"sink": 0, "recent": 0, "backend": backend}
+    with pytest.raises(ValueError, match="one token, got S = 2"):
+        attend_step(queries, keys, values, positions, seen, None, **options)
+    with pytest.raises(ValueError, match="noise and tau go together"):
+        attend_step(queries[:, :, :1], keys, values, positions, seen, None, tau=mx.ones(1), **options)
+    with pytest.raises(ValueError, match="noise and tau go together"):
+        evict_step(positions, seen, None, noise=mx.zeros((1, 9)), **options)
+
+
+def block(rows, groups, count, length, dim, dtype, seed=0):
+    """The arrivals of a block come last, in order; before them slots in any order. Products are exact in TF32."""
+    queries, keys, values, _, _ = case(rows, groups, count, length, dim, 1, mx.bfloat16, seed=seed)
+    draw = np.random.default_rng(seed)
+    kept = length - count
+    positions = np.stack([draw.permutation(kept) for _ in range(rows)]).reshape(rows, kept)
+    positions[draw.random(positions.shape) < 0.2] = -1
+    own = np.broadcast_to(np.arange(kept, length), (rows, count)).copy()
+    own[:, 1::7] = -1  # padded
+    positions = np.concatenate([positions, own], axis=1).astype(np.int32)
+    return queries.astype(dtype), keys.astype(dtype), values, mx.array(positions), mx.array(own.astype(np.int32))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("temper", TEMPERS)
+@pytest.mark.parametrize(
+    ("rows", "groups", "count", "length", "dim", "dtype"),
+    [
+        (2, 2, 1, 33, 80, mx.float32),  # few: by attend's kernels
+        (2, 4, 8, 70, 80, mx.float32),
+        (2, 2, 17, 17, 80, mx.float32),  # more: by tiles of 5
+        (1, 3, 40, 513, 64, mx.bfloat16),
+        (3, 5, 33, 161, 96, mx.float16),
+    ],
+)
+def test_attention_mass_is_right(backend, monkeypatch, weighted, temper, rows, groups, count, length, dim, dtype):
+    monkeypatch.setattr(MASS, "_TILE_QUERIES", 5)
+    monkeypatch.setattr(MASS, "_KERNEL_ELEMENTS", 1)
+    queries, keys, values, positions, until = block(rows, groups, count, length, dim, dtype)
+    how = tempered(temper, rows, groups, count)
+    weights = mx.linspace(0.1, 1.0, rows * count).reshape(rows, count) if weighted else None
+    have = attention_mass(queries, keys, positions, until, weights, how, backend=backend)
+    want = truth(queries, keys, values, positions, until, temper=how, weights=weights)[1]
+    assert have.shape == positions.shape
+    assert np.allclose(have, want, **MASS_ERROR)
+    assert not mx.any(mx.where(positions < 0, have, 0))
+    reference = on_cpu(attention_mass, queries, keys, positions, until, weights, how, backend="reference")
+    assert np.allclose(reference, want, **MASS_ERROR)
+
+
+@pytest.mark.parametrize("temper", TEMPERS)
+def test_tiles_and_single_passes_agree(backend, monkeypatch, temper):
+    """However a block is cut, and whichever kernels take it."""
+    queries, keys, _, positions, until = block(2, 3, 24, 90, 64, mx.float16)
+    how = tempered(temper, 2, 3, 24)
+    want = attention_mass(queries, keys, positions, until, None, how, backend=backend)
+    for tile, few in ((1, 32), (7, 32), (23, 32), (24, 32), (5, 128)):
+        monkeypatch.setattr(MASS, "_TILE_QUERIES", tile)
+        monkeypatch.setattr(MASS, "_KERNEL_ELEMENTS", 1)
+        monkeypatch.setattr(MASS, "_FEW_QUERIES", few)
+        have = attention_mass(queries, keys, positions, until, None, how, backend=backend)
+        assert np.allclose(have, want, rtol=1e-5, atol=1e-7), (tile, few)
+
+
+def test_every_length_through_tiles(backend, monkeypatch):
+    monkeypatch.setattr(MASS, "_TILE_QUERIES", 16)
+    monkeypatch.setattr(MASS, "_KERNEL_ELEMENTS", 1)
+    monkeypatch.setattr(MASS, "_FEW_QUERIES", 0)
+    for length, rows in [*((n, 1 if n > 999 else 2) for n in SIZES), (40, 512 if backend != "host" or DEEP else 130)]:
+        count = min(length, 17)
+        queries, keys, values, positions, until = block(rows, 2, count, length, 32, mx.float16, seed=length)
+        have = attention_mass(queries, keys, positions, until, backend=backend)
+        assert np.allclose(have, truth(queries, keys, values, positions, until)[1], **MASS_ERROR), length
