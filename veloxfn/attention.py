@@ -31,7 +31,8 @@ def attend(
         state: a state after `absorb`.
         queries: [N, G, S, D] of the block, G query heads per row.
         scale: of the products of queries and keys; None = D ** -0.5.
-        padded: whether arrivals of the block may be padded (`valid` was given); their output is to be ignored.
+        padded: whether any arrival so far may have been padded (`valid` was given), so that slots may be free; the
+            output of a padded one is to be ignored.
 
     Returns:
         output [N, G, S, Dv] in the dtype of the queries, and the state with S = 0.
@@ -53,7 +54,7 @@ def attend(
     if count == 0:
         return mx.zeros((*queries.shape[:3], state.slots.values.shape[2]), queries.dtype), state
     keys, values = policy.candidates(state)
-    ranking = _ranking_of(config)
+    ranking = _ranking_of(policy)
     if count == 1 and not padded and ranking is not None and config.needs_queries:
         how = ranking(config, state, queries.shape[1])
         return attend_and_retire(state, config, how, queries, keys, values, scale=scale)
@@ -69,6 +70,8 @@ def attend(
     return output, policy.evict(state, queries=queries if scale is None else queries * (scale * dim**0.5))
 
 
-def _ranking_of(config: Any) -> Callable[..., Ranking] | None:
-    """What the method's module says it ranks by, if it ranks by the attention of one token."""
-    return getattr(sys.modules.get(type(config).__module__), "ranking", None)
+def _ranking_of(policy: Policy[Any]) -> Callable[..., Ranking] | None:
+    """What the method's module says it ranks by, if it ranks by attention and `evict` is its own."""
+    module = sys.modules.get(type(policy.config).__module__)
+    own = getattr(policy.evict, "func", None) is getattr(module, "evict", policy)
+    return getattr(module, "ranking", None) if own else None

@@ -20,7 +20,6 @@ __all__ = [
     "attention_of_last",
     "key_norms",
     "received",
-    "remembered",
     "visible_to",
 ]
 
@@ -98,13 +97,6 @@ def received(
         index = mx.maximum(slots.arrived, 0)[..., None]
         queries = mx.take_along_axis(seen_keys(placement, slots), index, axis=1)[:, None]
     return attention_mass(slots, queries, placement=placement, decay=decay, own=own, temper=temper)
-
-
-def remembered(slots: Slots, decay: float) -> mx.array | None:
-    """What the masses keep over the block that awaits eviction: [N] float32, None for all of them."""
-    if decay == 1.0:
-        return None
-    return mx.power(mx.array(decay, mx.float32), (slots.arrived >= 0).sum(axis=1).astype(mx.float32))
 
 
 def attention_of_last(

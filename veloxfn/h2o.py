@@ -18,8 +18,8 @@ import mlx.core as mx
 from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import received, remembered
-from veloxfn.ops.evict_step import importance_of, updated_mass
+from veloxfn.evidence import received
+from veloxfn.ops.evict_step import importance_of, kept_by, updated_mass
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by
 
@@ -157,7 +157,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     """By what a state that has absorbed a block is ranked."""
     base = state.slots
-    return Ranking("mass", decay=remembered(base, config.decay), counted=_counted(config, base))
+    return Ranking("mass", decay=config.decay, counted=_counted(config, base))
 
 
 def check_evidence(
@@ -176,7 +176,7 @@ def check_evidence(
 def scored(config: Config, state: State, queries: mx.array | None, attention: mx.array | None) -> State:
     """The state with the block's attention in its masses."""
     attention = received(state.slots, queries, attention, placement=config.placement, decay=config.decay)
-    return state._replace(mass=updated_mass(state.mass, attention, remembered(state.slots, config.decay)))
+    return state._replace(mass=updated_mass(state.mass, attention, kept_by(state.slots.arrived, config.decay)))
 
 
 def importance(config: Config, state: State) -> mx.array:

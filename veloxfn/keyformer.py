@@ -31,7 +31,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import received
 from veloxfn.ops import Temper
-from veloxfn.ops.constants import numbers
+from veloxfn.ops.constants import constant, numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by
 from veloxfn.slots import arrival_positions
@@ -39,6 +39,7 @@ from veloxfn.slots import arrival_positions
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
 _TAU_INIT, _TAU_END = 1.0, 2.0
+_FEW = 1024  # temperatures that are kept as a constant
 _LEAST_DIVISOR = 1e-6  # of logits, which stay finite in float32
 
 
@@ -164,7 +165,7 @@ def temperature(config: Config, t: mx.array) -> mx.array:
     """
     first, last = config.temperatures
     if config.anneal_steps == 0 or first == last:
-        return mx.full(t.shape, first, mx.float32)
+        return constant(first, tuple(t.shape)) if t.size <= _FEW else mx.full(t.shape, first, mx.float32)
     done = mx.minimum(t, config.anneal_steps).astype(mx.float32) / config.anneal_steps
     return first + done * (last - first)
 

@@ -14,7 +14,7 @@ from veloxfn import ops
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import Dispose, drop
 from veloxfn.ops.constants import numbers
-from veloxfn.ops.evict_step import importance_of, updated_mass
+from veloxfn.ops.evict_step import importance_of, kept_by, updated_mass
 from veloxfn.ops.weakest import order_of, shielded
 from veloxfn.slots import gather_slots, settle, with_columns, with_slots
 
@@ -93,7 +93,7 @@ class Ranking(NamedTuple):
     """How a method ranks by a column of its state; the arrays as in `veloxfn.ops.evict_step`."""
 
     column: str | None  # name of the column that takes in the attention; None = the attention alone, or age without it
-    decay: mx.array | None = None  # [N] float32, what the column keeps over the block
+    decay: float = 1.0  # what the column keeps per token
     counted: mx.array | None = None  # [N] int32, for a ranking per query
     noise: mx.array | None = None  # [N, n] float32, added `tau` times
     tau: mx.array | None = None  # [N] float32
@@ -121,6 +121,7 @@ def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array
             slots.seen,
             mass,
             attention,
+            arrived=slots.arrived,
             decay=ranking.decay,
             counted=counted,
             noise=noise,
@@ -133,7 +134,7 @@ def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array
     if mass is None:
         mass = mx.zeros(slots.positions.shape, mx.float32) if attention is None else attention
     else:
-        mass = updated_mass(mass, attention, ranking.decay)
+        mass = updated_mass(mass, attention, kept_by(slots.arrived, ranking.decay))
     if ranking.column is not None:
         state = with_columns(state, {ranking.column: mass})
     importance = importance_of(mass, slots.positions, counted=counted, noise=noise, tau=tau, keep_low=ranking.keep_low)
@@ -177,6 +178,7 @@ def attend_and_retire(
         None if ranking.column is None else getattr(state, ranking.column),
         scale=scale,
         temper=ranking.temper,
+        arrived=slots.arrived,
         decay=ranking.decay,
         counted=ranking.counted,
         noise=ranking.noise,
@@ -188,9 +190,10 @@ def attend_and_retire(
 
 
 def _steps(state: State, config: Retention) -> bool:
-    """Whether exactly one slot of each row goes, whatever the other rows do."""
+    """Whether one token came to a full cache and at most one slot of each row goes, whatever the other rows do."""
     slots = state.slots
-    return slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1 and config.shared_heads == 1
+    full = slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1
+    return full and slots.arrived.shape[1] == 1 and config.shared_heads == 1
 
 
 def _stepped(state: S, ranking: Ranking, mass: mx.array, positions: mx.array) -> S:

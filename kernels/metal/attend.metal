@@ -5,7 +5,8 @@
 //   partial = sum exp(logits - top) v over the part, and stats: top = the maximum of its logits, sum = that of
 //   exp(logits - top), and both of the tempered logits, (logits + noise) / heat
 //
-// Head h = g * count + t is query t of query head g. Template: T (type), D, DV, HEADS (int), VALUED, TEMPERED, NOISY.
+// Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, SCALE (int, the bits of
+// a float), VALUED, LIMITED (by `until`), TEMPERED, NOISY (bool).
 
 constexpr int E = (D + 31) / 32;
 constexpr int EV = (DV + 31) / 32;
@@ -20,7 +21,8 @@ const uint groups = threads_per_threadgroup.x / 32;
 const uint length = positions_shape[1];
 const uint size = keys_shape[1];
 const uint heads = queries_shape[1];
-const uint count = until_shape[1];
+const uint count = COUNT;
+const float scale = as_type<float>(uint(SCALE));
 const uint each = (length + parts - 1) / parts;
 const uint begin = part * each;
 const uint end = min(begin + each, length);
@@ -39,14 +41,14 @@ for (int h = 0; h < HEADS; h++) {
   const uint head = min(first + h, heads - 1);
   for (int e = 0; e < E; e++) {
     const uint d = lane * E + e;
-    q[h][e] = d < D ? float(queries[(row * heads + head) * D + d]) * scale[0] : 0.0f;
+    q[h][e] = d < D ? float(queries[(row * heads + head) * D + d]) * scale : 0.0f;
   }
   for (int e = 0; e < EV; e++) out[h][e] = 0.0f;
   top[h] = -INFINITY;
   total[h] = 0.0f;
   warm_top[h] = -INFINITY;
   warm_total[h] = 0.0f;
-  limit[h] = until[row * count + head % count];
+  limit[h] = LIMITED ? int(until[row * count + head % count]) : 0x7FFFFFFF;
 }
 
 for (uint j = begin + group * U; j < end; j += groups * U) {

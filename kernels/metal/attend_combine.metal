@@ -2,7 +2,7 @@
 //
 //   attention_j = sum_h weight_t exp(logits[h, j] - top_h) / total_h / query heads   (of the tempered logits, if any)
 //
-// Template: T (type), DV (int), VALUED, TEMPERED, NOISY, WEIGHTED (bool).
+// Template: T (type), DV, COUNT (int), VALUED, TEMPERED, NOISY, WEIGHTED (bool).
 
 const uint row = threadgroup_position_in_grid.x;
 const uint here = thread_position_in_threadgroup.x;
@@ -11,7 +11,7 @@ const uint lane = here % 32;
 const uint length = logits_shape[2];
 const uint heads = logits_shape[1];
 const uint parts = stats_shape[1];
-const uint count = until_shape[1];
+const uint count = COUNT;
 threadgroup float plain_top[128];
 threadgroup float plain_total[128];
 threadgroup float mass_top[128];

@@ -1,6 +1,6 @@
 // One threadgroup per row: the mass of every slot, then the slot that loses, whose position becomes -1.
 //
-//   mass_out = mass * decay + attention      (0 for an absent one)
+//   mass_out = mass * decay + attention      (0 for an absent one; no decay where the arrival is padded)
 //   importance = sign * (mass_out / max(counted - position, 1)) + tau * noise
 //
 // Template: MASSIVE, DECAYS, ATTENDED, AGED, DRAWN, KEEP_LOW (bool), SINK, RECENT (int).
@@ -18,7 +18,7 @@ for (uint j = lane; j < length; j += lanes) {
   const int position = positions[at];
   float heavy = 0.0f;
   if (MASSIVE) heavy = mass[at];
-  if (DECAYS) heavy = product(heavy, decay[row]);
+  if (DECAYS) heavy = arrived[row] < 0 ? heavy : product(heavy, decay[0]);
   if (ATTENDED) heavy = heavy + attention[at];
   mass_out[at] = heavy;
   const int age = AGED ? max(counted[row] - position, 1) : 0;

@@ -131,10 +131,10 @@ for (int t = -1; t < int(count); t++) {
               const uint slot = first + ((side * 4 + u) * 4 + part) * GROUPS;
               load_floats<WIDTH>(kept_keys + (ulong(min(slot, length - 1)) * D + v * WIDTH), x + u * WIDTH);
             }
+            if (given % GROUPS == group) {  // whose new key is being written meanwhile
 #pragma unroll
-            for (uint u = 0; u < 4; u++) {
-              // The new key is being written to its slot meanwhile.
-              if (first + ((side * 4 + u) * 4 + part) * GROUPS == given) {
+              for (uint u = 0; u < 4; u++) {
+                if (first + ((side * 4 + u) * 4 + part) * GROUPS != given) continue;
 #pragma unroll
                 for (uint i = 0; i < WIDTH; i++) x[u * WIDTH + i] = float(arriving[v * WIDTH + i]);
               }

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import absent, numbers
+from veloxfn.ops.constants import numbers
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 
 __all__ = ["KERNEL", "Admitted", "admit", "reference"]
@@ -49,23 +49,23 @@ def admit(
     if backend == "reference" or len(columns) > _MOST_COLUMNS:
         return reference(positions, seen, columns)
     rows, length = positions.shape
-    none = absent(mx.float32)
-    padded = [*columns, *[(none, none)] * (_MOST_COLUMNS - len(columns))]
+    given = [array for column in columns for array in column]
     made = launch(
         KERNEL,
         backend,
-        [positions, seen, *(array for column in padded for array in column)],
+        [positions, seen, *given, *[None] * (2 * _MOST_COLUMNS - len(given))],
         [
             ((rows, 1), mx.int32),
             (positions.shape, mx.int32),
             (seen.shape, mx.int32),
-            *((column.shape, mx.float32) for column, _ in padded),
+            *((column.shape, mx.float32) for column, _ in columns),
+            *[None] * (_MOST_COLUMNS - len(columns)),
         ],
         template={"COLUMNS": len(columns)},
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )
-    return Admitted(made[0], made[1], made[2], tuple(made[3 : 3 + len(columns)]))
+    return Admitted(made[0], made[1], made[2], tuple(made[3:]))
 
 
 def reference(positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.array, mx.array]] = ()) -> Admitted:

@@ -9,13 +9,13 @@ On a GPU two launches, whatever the number of slots: parts of a row, each by a t
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
+import struct
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
-from veloxfn.ops.constants import absent, constant
+from veloxfn.ops.constants import constant
 from veloxfn.ops.evict_step import evict_inputs, evict_step, evict_template
 from veloxfn.ops.launch import Kernel, Output, backend_for, launch
 from veloxfn.ops.weights import ready, softmax
@@ -24,16 +24,17 @@ __all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", 
 
 KERNEL = Kernel(
     "attend",
-    ("queries", "keys", "values", "positions", "until", "scale", "heat", "names"),
+    ("queries", "keys", "values", "positions", "until", "heat", "names"),
     ("logits", "stats", "partial"),
 )
-_COMBINE_INPUTS = ("logits", "stats", "partial", "positions", "until", "heat", "names", "weights")
+_COMBINE_INPUTS = ("logits", "stats", "partial", "positions", "heat", "names", "weights")
 COMBINE = Kernel("attend_combine", _COMBINE_INPUTS, ("output", "attention"))
 FINISH = Kernel(
     "attend_finish",
-    (*_COMBINE_INPUTS, "seen", "mass", "decay", "counted", "noise", "tau"),
-    ("output", "attention", "mass_out", "positions_out"),
+    (*_COMBINE_INPUTS, "seen", "mass", "arrived", "decay", "counted", "noise", "tau"),
+    ("output", "mass_out", "positions_out"),
     bodies=("attend_combine", "evict_step"),
+    aliases=(("attention", "mass_out"),),  # a lane reads what it wrote, then writes the mass there
 )
 
 _LANES, _FINISH_LANES = 256, 1024
@@ -59,8 +60,8 @@ def attend(
 ) -> tuple[mx.array, mx.array]:
     """Attention and the mass that it gives to every slot.
 
-    A slot whose product with a query is not finite gets nothing from it and takes nothing from the others; a free slot
-    holds finite values.
+    A slot whose product with a query is not finite gets nothing from it and takes nothing from the others. Values are
+    finite, those of free slots and of such slots, too: 0 times NaN is NaN.
 
     Args:
         queries: [N, G, S, D], G query heads per row.
@@ -68,34 +69,33 @@ def attend(
         values: [N, n, Dv].
         positions: [N, n] int32 of the slots, -1 = free.
         until: [N, S] int32: query t sees the live slots at positions up to until[t]; one that sees none gives zeros.
-            None = the queries are those of the last S slots in order, or of a single token anywhere (what `candidates`
-            returns without padding).
+            None = the queries are those of the last S slots in order, or of a single token anywhere: what `candidates`
+            returns where nothing was ever padded, so that no slot is free.
         scale: of the products; None = D ** -0.5.
         temper: temperature and noise of the logits that the mass is made of; the output is plain attention.
-        backend: see `veloxfn.ops.launch.backend_for`. Many queries go through MLX's own attention and `attention_mass`.
+        backend: see `veloxfn.ops.launch.backend_for`. On a GPU many queries, without `until`, go through MLX's own
+            attention, in which a product that is not finite spoils its query, and `attention_mass`.
 
     Returns:
         output [N, G, S, Dv] in the dtype of the queries, and mass [N, n] float32: sums over the queries of means over
         the heads.
     """
-    rows, groups, count, dim = queries.shape
+    rows, _, count, dim = queries.shape
     length = keys.shape[1]
     scale = dim**-0.5 if scale is None else scale
     lower_right = until is None
-    if until is None:
-        until = positions[:, length - count :] if count > 1 else _all_positions(rows)
+    if until is None and count > 1:
+        until = positions[:, length - count :]
     backend = backend_for(backend)
     if backend != "reference" and _fits(queries, keys, values):
         return _launched(queries, keys, values, positions, until, scale, temper, None, backend)
-    if rows * groups * count * length <= _MATRIX_ELEMENTS:
+    if until is None:
+        until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
+    if backend == "reference" or not lower_right:
         return reference(queries, keys, values, positions, until, scale=scale, temper=temper)
-    mask: mx.array | str = "causal"
-    if not lower_right:
-        slots = positions[:, None]
-        mask = ((slots >= 0) & (slots <= until[..., None]))[:, None]
-    output = mx.fast.scaled_dot_product_attention(queries, keys[:, None], values[:, None], scale=scale, mask=mask)
+    output = mx.fast.scaled_dot_product_attention(queries, keys[:, None], values[:, None], scale=scale, mask="causal")
     own = queries if scale == dim**-0.5 else queries * (scale * dim**0.5)
-    return output, attention_mass(own, keys, positions, until, None, temper)
+    return output, attention_mass(own, keys, positions, until, None, temper, backend=backend)
 
 
 def reference(
@@ -108,21 +108,31 @@ def reference(
     scale: float | None = None,
     temper: Temper | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """`attend` in MLX's own primitives: one matrix of weights, used for the output and for the mass."""
+    """`attend` in MLX's own primitives: each tile's matrix of weights is used for the output and for the mass."""
     rows, groups, count, dim = queries.shape
+    length = keys.shape[1]
     scale = dim**-0.5 if scale is None else scale
     heads, wide = ready(queries, keys, grows=scale > 1, scale=scale)
-    heads = heads.reshape(rows, groups * count, dim)
-    slots = positions[:, None]
-    visible = ((slots >= 0) & (slots <= until[..., None]))[:, None]
-    logits = (heads @ wide).reshape(rows, groups, count, -1)
-    shares = softmax(logits, visible)
-    output = shares.reshape(rows, groups * count, -1) @ values.astype(mx.float32)
-    if temper is not None:
-        tempered = noisy(logits / temper.tau[:, None, :, None], temper, positions, slice(None))
-        shares = softmax(tempered, visible)
-    mass = shares.squeeze((1, 2)) if groups == count == 1 else mx.sum(shares, axis=(1, 2)) * (1 / groups)
-    return output.reshape(rows, groups, count, -1).astype(queries.dtype), mass
+    contents = values.astype(mx.float32)
+    tile = max(1, _MATRIX_ELEMENTS // (rows * groups * length))
+    outputs: list[mx.array] = []
+    mass = None
+    for start in range(0, count, tile):
+        now = slice(start, min(start + tile, count))
+        some = heads[:, :, now]
+        if outputs:
+            some = mx.depends([some], [outputs[-1]])[0]  # one tile in memory at a time
+        slots = positions[:, None]
+        visible = ((slots >= 0) & (slots <= until[:, now, None]))[:, None]
+        logits = (some.reshape(rows, -1, dim) @ wide).reshape(rows, groups, -1, length)
+        shares = softmax(logits, visible)
+        outputs.append((shares.reshape(rows, -1, length) @ contents).reshape(rows, groups, -1, values.shape[2]))
+        if temper is not None:
+            shares = softmax(noisy(logits / temper.tau[:, None, now, None], temper, positions, now), visible)
+        part = shares.squeeze((1, 2)) if groups == shares.shape[2] == 1 else mx.sum(shares, axis=(1, 2)) * (1 / groups)
+        mass = part if mass is None else mass + part
+    output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+    return output.astype(queries.dtype), cast(mx.array, mass)
 
 
 def attend_step(
@@ -135,7 +145,8 @@ def attend_step(
     *,
     scale: float | None = None,
     temper: Temper | None = None,
-    decay: mx.array | None = None,
+    arrived: mx.array | None = None,
+    decay: float = 1.0,
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
@@ -154,7 +165,8 @@ def attend_step(
         mass: [N, n] float32; None = 0.
         scale: see `attend`.
         temper: see `attend`.
-        decay: see `evict_step`, as the others.
+        arrived: see `evict_step`, as the others.
+        decay: what the masses keep.
         counted: [N] int32.
         noise: [N, n] float32.
         tau: [N] float32.
@@ -181,6 +193,7 @@ def attend_step(
             seen,
             mass,
             attention,
+            arrived=arrived,
             decay=decay,
             counted=counted,
             noise=noise,
@@ -191,17 +204,17 @@ def attend_step(
         )
         return output, *stepped
     scale = dim**-0.5 if scale is None else scale
-    parts = _parts(queries, keys, values, positions, _all_positions(rows), scale, temper, None, backend)
+    parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend)
     made = launch(
         FINISH,
         backend,
-        [*parts.inputs, seen, *evict_inputs(mass, decay, counted, noise, tau)],
-        [parts.output, (positions.shape, mx.float32), (positions.shape, mx.float32), (positions.shape, mx.int32)],
+        [*parts.inputs, seen, *evict_inputs(mass, arrived, decay, counted, noise, tau)],
+        [parts.output, (positions.shape, mx.float32), (positions.shape, mx.int32)],
         template={**parts.template, **evict_template(mass, True, decay, counted, noise, False, sink, recent)},
         groups=(rows, 1, 1),
         threads=_FINISH_LANES,
     )
-    return made[0], made[2], made[3]
+    return made[0], made[1], made[2]
 
 
 def visible_mass(
@@ -231,7 +244,7 @@ def _launched(
     keys: mx.array,
     values: mx.array | None,
     positions: mx.array,
-    until: mx.array,
+    until: mx.array | None,
     scale: float,
     temper: Temper | None,
     weights: mx.array | None,
@@ -247,14 +260,14 @@ def _launched(
         groups=(positions.shape[0], 1, 1),
         threads=_FINISH_LANES,
     )
-    return made[0], made[1]
+    return made[0], made[-1]
 
 
 class _Parts(NamedTuple):
     """What the second launch takes."""
 
-    inputs: list[mx.array]
-    output: Output
+    inputs: list[mx.array | None]
+    output: Output | None
     template: dict[str, int | bool | mx.Dtype]
 
 
@@ -263,7 +276,7 @@ def _parts(
     keys: mx.array,
     values: mx.array | None,
     positions: mx.array,
-    until: mx.array,
+    until: mx.array | None,
     scale: float,
     temper: Temper | None,
     weights: mx.array | None,
@@ -277,17 +290,17 @@ def _parts(
         together *= 2
     chunks = -(-heads // together)
     parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), -(-length // _LEAST_SLOTS)))
-    none, heat, names = absent(mx.float32), absent(mx.float32), absent(mx.uint32)
-    if temper is not None:
-        heat = temper.tau
-        if temper.names is not None:
-            names = temper.names.reshape(rows, heads).view(mx.uint32)
+    heat = None if temper is None else temper.tau
+    names = None
+    if temper is not None and temper.names is not None:
+        names = temper.names.reshape(rows, heads).view(mx.uint32)
     template: dict[str, int | bool | mx.Dtype] = {
         "T": queries.dtype,
         "DV": wide,
+        "COUNT": count,
         "VALUED": values is not None,
-        "TEMPERED": temper is not None,
-        "NOISY": names.size > 1,
+        "TEMPERED": heat is not None,
+        "NOISY": names is not None,
     }
     made = launch(
         KERNEL,
@@ -295,30 +308,28 @@ def _parts(
         [
             queries.reshape(rows, heads, dim),
             keys,
-            absent(keys.dtype) if values is None else values,
+            keys if values is None else values,
             positions,
             until,
-            constant(scale),
             heat,
             names,
         ],
         [
             ((rows, heads, length), mx.float32),
             ((rows, parts, heads, 4), mx.float32),
-            ((1,) if values is None else (rows, parts, heads, wide), mx.float32),
+            None if values is None else ((rows, parts, heads, wide), mx.float32),
         ],
-        template={**template, "D": dim, "HEADS": together},
+        template={**template, "D": dim, "HEADS": together, "SCALE": _bits(scale), "LIMITED": until is not None},
         groups=(rows, parts, chunks),
         threads=_LANES,
     )
     return _Parts(
-        [*made, positions, until, heat, names, none if weights is None else weights],
-        ((1,) if values is None else (rows, groups, count, wide), queries.dtype),
+        [*made, *[None] * (values is None), positions, heat, names, weights],
+        None if values is None else ((rows, groups, count, wide), queries.dtype),
         {**template, "WEIGHTED": weights is not None},
     )
 
 
-@lru_cache(maxsize=64)
-def _all_positions(rows: int) -> mx.array:
-    """[rows, 1] int32: a query that sees every live slot."""
-    return mx.array([[_EVERY_POSITION]] * rows, mx.int32)
+def _bits(number: float) -> int:
+    """The bits of a positive float32."""
+    return cast(int, struct.unpack("i", struct.pack("f", number))[0])

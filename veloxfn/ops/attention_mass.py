@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from veloxfn.draws import hashed_gumbel
-from veloxfn.ops.constants import absent, constant
+from veloxfn.ops.constants import constant
 from veloxfn.ops.fusion import fused, on_gpu
 from veloxfn.ops.launch import Kernel, backend_for, launch
 from veloxfn.ops.weights import exponentials, ready, softmax
@@ -28,10 +28,10 @@ _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
-ROWS = Kernel("mass_rows", ("products", "positions", "until", "scale", "weights", "heat", "names"), ("stats",))
+ROWS = Kernel("mass_rows", ("products", "positions", "until", "first", "scale", "weights", "heat", "names"), ("stats",))
 COLUMNS = Kernel(
     "mass_columns",
-    ("products", "positions", "until", "scale", "stats", "mass", "heat", "names"),
+    ("products", "positions", "until", "first", "scale", "stats", "mass", "heat", "names"),
     ("mass_out",),
 )
 _KERNEL_ELEMENTS = 2**26  # products of one tile
@@ -92,32 +92,27 @@ def _launched(
 ) -> mx.array:
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
-    heads, wide = queries.astype(mx.float32), keys.astype(mx.float32).swapaxes(1, 2)
+    heads, wide = queries.astype(mx.float32), keys.astype(mx.float32)
     scale = constant(dim**-0.5)
-    shares = mx.full((rows, count), 1 / groups) if weights is None else weights / groups
+    shares = constant(1 / groups, (1,)) if weights is None else weights / groups
+    heat = None if temper is None else temper.tau
+    names = None if temper is None or temper.names is None else temper.names.view(mx.uint32)
+    template = {"TEMPERED": heat is not None, "NOISY": names is not None, "WEIGHTED": weights is not None}
     tile = max(_TILE_QUERIES, _KERNEL_ELEMENTS // (rows * groups * length))
     mass = mx.zeros((rows, length), mx.float32)
-    none = absent(mx.float32)
     for start in range(0, count, tile):
-        now = slice(start, min(start + tile, count))
-        some = now.stop - start
-        seen = length - count + now.stop
-        part = heads[:, :, now]
+        some = min(tile, count - start)
+        seen = length - count + start + some  # slots behind this are later than the tile
+        part = heads[:, :, start : start + some]
         if start:
             part = mx.depends([part], [mass])[0]  # one tile in memory at a time
-        products = part.reshape(rows, groups * some, dim) @ wide[:, :, :seen]
-        products = products.reshape(rows, groups, some, seen)
-        heat, names = none, absent(mx.uint32)
-        if temper is not None:
-            heat = temper.tau[:, now]
-            if temper.names is not None:
-                names = mx.contiguous(temper.names[:, :, now]).view(mx.uint32)
-        template = {"TEMPERED": temper is not None, "NOISY": names.size > 1}
-        limit = until[:, now]
+        transposed = wide[:, None, :seen].swapaxes(2, 3)
+        products = part @ transposed if groups > 1 else (part[:, 0] @ transposed[:, 0])[:, None]
+        first = constant(start, (1,), mx.int32)
         stats = launch(
             ROWS,
             backend,
-            [products, positions, limit, scale, shares[:, now], heat, names],
+            [products, positions, until, first, scale, shares, heat, names],
             [((rows, groups, some, 2), mx.float32)],
             template=template,
             groups=(-(-rows * groups * some // 8), 1, 1),
@@ -126,9 +121,9 @@ def _launched(
         mass = launch(
             COLUMNS,
             backend,
-            [products, positions, limit, scale, stats, mass, heat, names],
+            [products, positions, until, first, scale, stats, mass, heat, names],
             [((rows, length), mx.float32)],
-            template=template,
+            template={name: template[name] for name in ("TEMPERED", "NOISY")},
             groups=(-(-length // 128), rows, 1),
             threads=1024,
         )[0]

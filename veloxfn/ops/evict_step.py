@@ -11,15 +11,24 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import absent, numbers
+from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.weakest import reference as weakest
 
-__all__ = ["KERNEL", "evict_step", "importance_of", "reference", "updated_mass"]
+__all__ = [
+    "KERNEL",
+    "evict_inputs",
+    "evict_step",
+    "evict_template",
+    "importance_of",
+    "kept_by",
+    "reference",
+    "updated_mass",
+]
 
 KERNEL = Kernel(
     "evict_step",
-    ("positions", "seen", "mass", "attention", "decay", "counted", "noise", "tau"),
+    ("positions", "seen", "mass", "attention", "arrived", "decay", "counted", "noise", "tau"),
     ("mass_out", "positions_out"),
 )
 
@@ -30,7 +39,8 @@ def evict_step(
     mass: mx.array | None,
     attention: mx.array | None = None,
     *,
-    decay: mx.array | None = None,
+    arrived: mx.array | None = None,
+    decay: float = 1.0,
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
@@ -46,7 +56,8 @@ def evict_step(
         seen: [N] int32, arrivals so far.
         mass: [N, n] float32; None = 0.
         attention: [N, n] float32 that the slots receive; None = 0.
-        decay: [N] float32, what the masses keep; None = all.
+        arrived: [N, 1] int32, slot of the token whose query it is, -1 = padded: nothing decays. Needed for a decay.
+        decay: what the masses keep, in [0, 1].
         counted: [N] int32, queries that a slot at position 0 would have received attention from: ranks by mass per
             query. None ranks by mass.
         noise: [N, n] float32, added `tau` times to the importance; None = none.
@@ -61,10 +72,12 @@ def evict_step(
         is one, so that such a row loses nothing.
 
     Raises:
-        ValueError: one of noise and tau without the other.
+        ValueError: one of noise and tau without the other, or a decay without `arrived`.
     """
     if (noise is None) != (tau is None):
         raise ValueError("noise and tau go together: give both or neither")
+    if decay != 1.0 and arrived is None:
+        raise ValueError(f"decay={decay} needs arrived")
     backend = backend_for(backend)
     if backend == "reference":
         return reference(
@@ -72,6 +85,7 @@ def evict_step(
             seen,
             mass,
             attention,
+            arrived=arrived,
             decay=decay,
             counted=counted,
             noise=noise,
@@ -81,8 +95,8 @@ def evict_step(
             recent=recent,
         )
     rows, length = positions.shape
-    attended = absent(mx.float32) if attention is None else attention.astype(mx.float32)
-    last_mass, *others = evict_inputs(mass, decay, counted, noise, tau)
+    attended = None if attention is None else attention.astype(mx.float32)
+    last_mass, *others = evict_inputs(mass, arrived, decay, counted, noise, tau)
     made = launch(
         KERNEL,
         backend,
@@ -97,26 +111,21 @@ def evict_step(
 
 def evict_inputs(
     mass: mx.array | None,
-    decay: mx.array | None,
+    arrived: mx.array | None,
+    decay: float,
     counted: mx.array | None,
     noise: mx.array | None,
     tau: mx.array | None,
-) -> list[mx.array]:
+) -> list[mx.array | None]:
     """The kernel's inputs of these names, in this order."""
-    none, no_count = absent(mx.float32), absent(mx.int32)
-    return [
-        none if mass is None else mass,
-        none if decay is None else decay,
-        no_count if counted is None else counted,
-        none if noise is None else noise,
-        none if tau is None else tau,
-    ]
+    fades = decay != 1.0
+    return [mass, arrived if fades else None, constant(decay) if fades else None, counted, noise, tau]
 
 
 def evict_template(
     mass: mx.array | None,
     attended: bool,
-    decay: mx.array | None,
+    decay: float,
     counted: mx.array | None,
     noise: mx.array | None,
     keep_low: bool,
@@ -127,7 +136,7 @@ def evict_template(
     return {
         "MASSIVE": mass is not None,
         "ATTENDED": attended,
-        "DECAYS": decay is not None,
+        "DECAYS": decay != 1.0,
         "AGED": counted is not None,
         "DRAWN": noise is not None,
         "KEEP_LOW": keep_low,
@@ -142,7 +151,8 @@ def reference(
     mass: mx.array | None,
     attention: mx.array | None = None,
     *,
-    decay: mx.array | None = None,
+    arrived: mx.array | None = None,
+    decay: float = 1.0,
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
@@ -154,10 +164,19 @@ def reference(
     if mass is None:
         mass = mx.zeros(positions.shape, mx.float32) if attention is None else attention.astype(mx.float32)
     else:
-        mass = updated_mass(mass, attention, decay)
+        mass = updated_mass(mass, attention, kept_by(arrived, decay))
     importance = importance_of(mass, positions, counted=counted, noise=noise, tau=tau, keep_low=keep_low)
     lost = weakest(importance, positions, seen, sink=sink, recent=recent)[:, None]
     return mass, mx.where(numbers(positions.shape[1]) == lost, -1, positions)
+
+
+def kept_by(arrived: mx.array | None, decay: float) -> mx.array | None:
+    """What masses keep [N] float32 over tokens in the slots `arrived` [N, S] int32, -1 = padded; None = all."""
+    if decay == 1.0 or arrived is None:
+        return None
+    if arrived.shape[1] == 1:
+        return mx.where(arrived.squeeze(1) >= 0, mx.array(decay, mx.float32), 1.0)
+    return mx.power(mx.array(decay, mx.float32), (arrived >= 0).sum(axis=1).astype(mx.float32))
 
 
 def updated_mass(mass: mx.array, attention: mx.array | None, decay: mx.array | None) -> mx.array:

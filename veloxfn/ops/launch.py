@@ -35,6 +35,9 @@ class Kernel(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     bodies: tuple[str, ...] = ()  # none = the name; each reads what the ones before wrote at the same lane
+    absent: tuple[str, ...] = ()  # inputs that are not given
+    unmade: tuple[str, ...] = ()  # outputs that are not made
+    aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for an output: (name, output)
 
 
 Output = tuple[tuple[int, ...], mx.Dtype]
@@ -68,8 +71,8 @@ def backend_for(asked: str | None) -> str:
 def launch(
     kernel: Kernel,
     backend: str,
-    inputs: Sequence[mx.array],
-    outputs: Sequence[Output],
+    inputs: Sequence[mx.array | None],
+    outputs: Sequence[Output | None],
     *,
     template: Template,
     groups: tuple[int, int, int],
@@ -80,24 +83,47 @@ def launch(
     Args:
         kernel: the kernel.
         backend: "metal", "cuda" or "host".
-        inputs: one array per name, none empty.
-        outputs: shape and dtype of each output.
+        inputs: one array per name, none empty; None where the body does not read it, by its template.
+        outputs: shape and dtype of each output; None where the body does not write it, by its template.
         template: constants of the body, types among them.
         groups: threadgroups along x, y and z.
         threads: of a threadgroup, along x; a multiple of 32, at most 1024.
 
     Returns:
-        The outputs.
+        The outputs that are made.
     """
+    kernel = variant(kernel, inputs, outputs)
+    given = [array for array in inputs if array is not None]
+    made = [output for output in outputs if output is not None]
     if backend == "host":
         from veloxfn.testing import emulation  # needs numpy and g++
 
-        emulated: list[mx.array] = emulation.run(
-            kernel, inputs, outputs, template=template, groups=groups, threads=threads
-        )
+        emulated: list[mx.array] = emulation.run(kernel, given, made, template=template, groups=groups, threads=threads)
         return emulated
-    call = _call(kernel, backend, tuple(outputs), tuple(template.items()), groups, threads, POISON)
-    return list(call(*inputs))
+    call = _call(kernel, backend, tuple(made), tuple(template.items()), groups, threads, POISON)
+    return list(call(*given))
+
+
+def variant(kernel: Kernel, inputs: Sequence[object | None], outputs: Sequence[object | None]) -> Kernel:
+    """The kernel without the inputs and outputs that are None: every array costs a launch some time."""
+    if None not in outputs and all(array is not None for array in inputs):
+        return kernel
+    return _variant(
+        kernel,
+        tuple(name for name, array in zip(kernel.inputs, inputs, strict=True) if array is None),
+        tuple(name for name, output in zip(kernel.outputs, outputs, strict=True) if output is None),
+    )
+
+
+@lru_cache(maxsize=256)
+def _variant(kernel: Kernel, absent: tuple[str, ...], unmade: tuple[str, ...]) -> Kernel:
+    return kernel._replace(
+        inputs=tuple(name for name in kernel.inputs if name not in absent),
+        outputs=tuple(name for name in kernel.outputs if name not in unmade),
+        bodies=kernel.bodies or (kernel.name,),
+        absent=absent,
+        unmade=unmade,
+    )
 
 
 def lanes_for(length: int) -> int:
@@ -155,7 +181,10 @@ def source_of(kernel: Kernel, backend: str) -> tuple[str, str]:
     folder = _folder()
     header = (folder / f"msl_{backend}.h").read_text() + (folder / "metal" / "common.metal").read_text()
     texts = [(folder / "metal" / f"{body}.metal").read_text() for body in kernel.bodies or (kernel.name,)]
-    return header, texts[0] if len(texts) == 1 else "".join(f"{{\n{text}}}\n" for text in texts)
+    named = [f"const Absent {name};\n" for name in kernel.absent]
+    named += [f"float {name}[1];\n" for name in kernel.unmade]
+    named += [f"auto {name} = {output};\n" for name, output in kernel.aliases]
+    return header, "".join(named) + (texts[0] if len(texts) == 1 else "".join(f"{{\n{text}}}\n" for text in texts))
 
 
 def _folder() -> Path:
