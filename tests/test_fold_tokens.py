@@ -13,29 +13,14 @@ from veloxfn import cadence, draws, h2o, kept_positions, keyformer, knorm, tova
 from veloxfn.ops import Temper, launch
 from veloxfn.ops.fold_tokens import Noise, fits, fold_tokens
 from veloxfn.placement import Contiguous, Rope
+from veloxfn.testing import emulation
 from veloxfn.testing.strategies import streams
 from veloxfn.testing.streams import Stream, fingerprint, normal_stream, uniform_stream
 
 MODULE = importlib.import_module("veloxfn.ops.fold_tokens")
-BACKENDS = [
-    "host",
-    *(["metal"] if mx.metal.is_available() else []),
-    *(["cuda"] if mx.cuda.is_available() else []),
-]
+# Of the tests that Hypothesis draws for, which share no fixture between examples.
+BACKEND = "cuda" if mx.cuda.is_available() else "metal" if mx.metal.is_available() else "host"
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
-
-
-@pytest.fixture
-def forced(backend, monkeypatch):
-    """The kernels of `backend` wherever an op chooses by itself."""
-    monkeypatch.setattr(launch, "FORCED", backend)
-    monkeypatch.setattr(launch, "POISON", math.nan)
-    return backend
 
 
 def case(rows, groups, count, budget, length, dim, value_dim=3, dtype=mx.float32, seed=0, padded=False):
@@ -286,7 +271,7 @@ def assert_states_alike(module, config, have, want, *, masses=True):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("blocks", [(40,), (3, 37), (9, 2, 29), (1, 39), (8, 32)])
+@pytest.mark.parametrize("blocks", [(40,), (1, 39), (9, 2, 29)])
 def test_a_block_is_its_steps(backend, monkeypatch, name, padded, blocks):
     module, make = METHODS[name]
     valid = np.random.default_rng(1).random((2, 40)) < 0.7 if padded else None
@@ -358,13 +343,13 @@ def weights_of(logits, visible):
     return powers / np.maximum(powers.sum(axis=-1, keepdims=True), 1e-300)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.skipif(BACKEND == "host" and not emulation.available(), reason="host needs g++ on Linux")
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize(
     "name", ["h2o", "h2o-fading", "h2o-observed", "tova", "keyformer-silent", "keyformer-additive"]
 )
 def test_each_step_frees_a_weakest_slot_and_a_block_is_its_steps(name, data):
-    backend = BACKENDS[-1]
     budget = data.draw(st.sampled_from([1, 2, 3, 5, 9]))
     stream: Stream = data.draw(streams(budget=budget, min_tokens=1, max_tokens=14, padded=True))
     rows, groups, count = stream.queries.shape[:3]
@@ -386,7 +371,7 @@ def test_each_step_frees_a_weakest_slot_and_a_block_is_its_steps(name, data):
     )
     whole = fold_tokens(
         *folded[:3], mx.zeros((rows,), mx.int32), keys, values, queries,
-        budget=budget, sink=sink, recent=recent, valid=mx.array(valid), backend=backend, **options,
+        budget=budget, sink=sink, recent=recent, valid=mx.array(valid), backend=BACKEND, **options,
     )  # fmt: skip
     seen = np.zeros(rows, np.int32)
     for t in range(count):
@@ -396,7 +381,7 @@ def test_each_step_frees_a_weakest_slot_and_a_block_is_its_steps(name, data):
         before = folded
         folded = fold_tokens(
             *before[:3], mx.array(seen), keys[:, now], values[:, now], None if proxy else queries[:, :, now],
-            budget=budget, sink=sink, recent=recent, valid=mx.array(valid[:, now]), backend=backend,
+            budget=budget, sink=sink, recent=recent, valid=mx.array(valid[:, now]), backend=BACKEND,
             **options | {
                 "mass": before.mass if "mass" in options else None,
                 "temper": temper and Temper(temper.tau[:, now]),

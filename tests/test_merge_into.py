@@ -11,17 +11,7 @@ from veloxfn.ops import launch
 from veloxfn.ops.merge_into import merge_into
 from veloxfn.testing.streams import normal_stream
 
-BACKENDS = [
-    "host",
-    *(["metal"] if mx.metal.is_available() else []),
-    *(["cuda"] if mx.cuda.is_available() else []),
-]
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 def case(rows, size, dim, losers, targets, dtype, seed=0):

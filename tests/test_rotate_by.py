@@ -12,17 +12,7 @@ from veloxfn.ops.rotate_by import rotate_by
 from veloxfn.placement import rotate
 from veloxfn.testing.streams import normal_stream
 
-BACKENDS = [
-    "host",
-    *(["metal"] if mx.metal.is_available() else []),
-    *(["cuda"] if mx.cuda.is_available() else []),
-]
 DTYPES = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 def case(shape, dims, dtype, seed=0, furthest=3000):
