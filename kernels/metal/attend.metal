@@ -64,6 +64,18 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
     }
     place[u] = j + u < end ? positions[row * length + slot] : -1;
   }
+  float v[U][EV];
+  if (VALUED) {
+    for (int u = 0; u < U; u++) {
+      const uint slot = min(j + u, end - 1);
+      auto from = values + ((ulong(row) * size + slot) * DV + lane * EV);
+      if (DV % 32 == 0) {
+        load_floats<EV>(from, v[u]);
+      } else {
+        for (int e = 0; e < EV; e++) v[u][e] = lane * EV + e < DV ? float(from[e]) : 0.0f;
+      }
+    }
+  }
   float x[U][HEADS];
   for (int u = 0; u < U; u++) {
     for (int h = 0; h < HEADS; h++) {
@@ -100,18 +112,6 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
         for (int u = 0; u < U; u++) sum += exp(warm[u] - highest);
         warm_total[h] = sum;
         warm_top[h] = highest;
-      }
-    }
-  }
-  float v[U][EV];
-  if (VALUED) {
-    for (int u = 0; u < U; u++) {
-      const uint slot = min(j + u, end - 1);
-      auto from = values + ((ulong(row) * size + slot) * DV + lane * EV);
-      if (DV % 32 == 0) {
-        load_floats<EV>(from, v[u]);
-      } else {
-        for (int e = 0; e < EV; e++) v[u][e] = lane * EV + e < DV ? float(from[e]) : 0.0f;
       }
     }
   }
