@@ -216,7 +216,8 @@ def rule(name, rows, groups, positions, seed=0):
     draw = np.random.default_rng(seed)
     mass = mx.array(draw.integers(0, 4, (rows, length)).astype(np.float32) / 2) if "mass" in words else None
     options = {
-        "decay": mx.linspace(0.5, 1.0, rows) if "decay" in words else None,
+        "decay": 0.9 if "decay" in words else 1.0,
+        "arrived": mx.arange(rows, dtype=mx.int32)[:, None] - 1 if "decay" in words else None,  # the first one padded
         "counted": mx.full((rows,), length + 1, mx.int32) if "counted" in words else None,
         "noise": draws.gumbel(5, mx.arange(rows), positions) if "noise" in words else None,
         "tau": mx.linspace(0.0, 2.0, rows) if "noise" in words else None,
@@ -286,6 +287,8 @@ def test_attend_step_refuses_nonsense(backend):
         attend_step(queries[:, :, :1], keys, values, positions, seen, None, tau=mx.ones(1), **options)
     with pytest.raises(ValueError, match="noise and tau go together"):
         evict_step(positions, seen, None, noise=mx.zeros((1, 9)), **options)
+    with pytest.raises(ValueError, match=r"decay=0.5 needs arrived"):
+        evict_step(positions, seen, mx.zeros((1, 9)), decay=0.5, **options)
 
 
 def block(rows, groups, count, length, dim, dtype, seed=0):

@@ -133,11 +133,13 @@ def evidence(rule, rows, length, kind="ties", seed=0):
     some = {
         "mass": drawn(kind, rows, length, seed),
         "attention": mx.abs(drawn("ties", rows, length, seed + 1)),
-        "decay": mx.linspace(0.0, 1.0, rows),
+        "decay": (0.5, 0.9, 0.0)[seed % 3],
         "counted": mx.full((rows,), 1000 + length, mx.int32),
         "noise": drawn("ties", rows, length, seed + 2),
     }
     given = {word: some[word] for word in words if word != "low"}
+    if "decay" in given:
+        given["arrived"] = mx.array(np.random.default_rng(seed).integers(-1, 2, (rows, 1)).astype(np.int32))
     if "noise" in given:
         given["tau"] = mx.linspace(2.0, 0.0, rows)
     return (given.pop("mass", None), given.pop("attention", None)), given | {"keep_low": "low" in words}

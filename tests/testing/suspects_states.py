@@ -211,3 +211,33 @@ def remembers_everything(budget: int) -> Policy:
         return state
 
     return after_evict(window(budget), keep)
+
+
+# Attention
+
+
+@caught_by("law_attend_equals_evict")
+def candidates_in_temporal_order(budget: int) -> Policy:
+    """Candidates in another order than the slots, whose positions say what a query sees."""
+    policy = h2o.policy(h2o.Config(budget=budget, sink=min(1, budget - 1)))
+
+    def candidates(state):
+        found = policy.candidates(state)
+        if state.slots.arrived.shape[1] == 0:
+            return found
+        order = mx.argsort(state.slots.positions, axis=1)[..., None]
+        keys, values = (mx.take_along_axis(array, order, axis=1) for array in found)
+        return keys, values
+
+    return policy._replace(candidates=candidates)
+
+
+@caught_by("law_compiled_attend_equals_eager")
+def candidates_wait_for_the_device(budget: int) -> Policy:
+    policy = window(budget)
+
+    def candidates(state):
+        state.slots.seen.sum().item()
+        return policy.candidates(state)
+
+    return policy._replace(candidates=candidates)

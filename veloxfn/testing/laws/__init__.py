@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from veloxfn.testing.laws.attention import law_attend_equals_evict, law_compiled_attend_equals_eager
 from veloxfn.testing.laws.blocks import (
     law_candidate_mask,
     law_candidates,
@@ -105,6 +106,7 @@ from veloxfn.testing.laws.transforms import law_compiled_equals_eager, law_mappe
 __all__ = [
     "STANDALONE",
     "UNIVERSAL",
+    "law_attend_equals_evict",
     "law_attention_equals_queries",
     "law_batch_equals_rows",
     "law_block_has_no_loop",
@@ -115,6 +117,7 @@ __all__ = [
     "law_causal_attention",
     "law_collapses",
     "law_common_key_shift_changes_nothing",
+    "law_compiled_attend_equals_eager",
     "law_compiled_equals_eager",
     "law_concat_rows_round_trip",
     "law_content_does_not_matter",
@@ -202,6 +205,7 @@ UNIVERSAL: tuple[Law, ...] = (
     law_global_best,
     law_content_does_not_matter,
     law_follows_the_oracle,
+    law_attend_equals_evict,
 )
 """Called as law(policy, stream, claims)."""
 
@@ -213,6 +217,7 @@ STANDALONE: tuple[Law, ...] = (
     law_block_has_no_loop,
     law_graph_does_not_grow_with_rows,
     law_compiled_equals_eager,
+    law_compiled_attend_equals_eager,
     law_mapped_equals_looped,
     law_memory_is_flat,
 )

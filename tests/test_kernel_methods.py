@@ -1,0 +1,117 @@
+"""Whole methods on kernels: what they keep is what they keep on MLX's own primitives, and the laws hold.
+
+Other dtypes and sizes are those of the ops' own tests: each would be a kernel more to build.
+"""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import veloxfn
+from veloxfn import cam, h2o, keyformer, knorm, snapkv, streaming_llm, tova
+from veloxfn.ops import launch
+from veloxfn.placement import Contiguous, Rope
+from veloxfn.testing import Stream, claims_for, fingerprint, laws, uniform_stream
+from veloxfn.testing.drive import floats, kept, live_positions, run
+from veloxfn.testing.laws.rows import same_columns, same_rows
+
+CONFIGS = {
+    "h2o": h2o.Config(budget=5, sink=1),
+    "h2o-fading": h2o.Config(budget=5, sink=0, decay=0.5),
+    "h2o-observed": h2o.Config(budget=5, sink=1, age_normalised=True),
+    "h2o-token": h2o.Config(budget=5, sink=1, cadence="token"),
+    "keyformer-logit": keyformer.Config(budget=5, sink=1, anneal_steps=9),
+    "keyformer-logit-token": keyformer.Config(budget=5, sink=1, anneal_steps=9, cadence="token"),
+    "keyformer-additive": keyformer.Config(budget=5, sink=1, noise="additive", anneal_steps=9),
+    "keyformer-silent": keyformer.Config(budget=5, sink=1, noise="none", anneal_steps=9),
+    "tova": tova.Config(budget=5, sink=0),
+    "tova-token": tova.Config(budget=5, sink=0, cadence="token"),
+    "knorm": knorm.Config(budget=5, sink=1),
+    "knorm-token": knorm.Config(budget=5, sink=1, cadence="token"),
+    "streaming_llm": streaming_llm.Config(budget=5, sink=1),
+    "cam": cam.Config(budget=5, sink=1, target_count=2, gate=False),
+    "cam-nearest": cam.Config(budget=5, sink=1, targets="nearest", merge="similarity"),
+    "snapkv": snapkv.Config(budget=5, sink=0, window=2, kernel=3),
+    "h2o-contiguous": h2o.Config(budget=5, sink=1, placement=Contiguous(Rope(dims=2))),
+}
+BLOCKS = {"one by one": (1,) * 14, "blocks": (3, 1, 4, 6)}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def grid_stream(blocks, seed=0, padded=False):
+    """Keys and queries on a grid on which products are exact: sqrt(D) = 2."""
+    draw, tokens = np.random.default_rng(seed), sum(blocks)
+    valid = np.ones((2, tokens), np.bool_)
+    if padded:
+        valid[0, :5], valid[1, 7] = False, False
+    return Stream(
+        keys=(draw.integers(-8, 9, (2, tokens, 4)) / 4).astype(np.float32),
+        values=fingerprint(2, tokens, 5),
+        queries=(draw.integers(-8, 9, (2, 2, tokens, 4)) / 4).astype(np.float32),
+        valid=valid,
+        blocks=blocks,
+        dtype=mx.float16,
+        exact=True,
+    )
+
+
+def assert_same_state(have, want, what, merged=False):
+    assert [row.tolist() for row in live_positions(have)] == [row.tolist() for row in live_positions(want)], what
+    if merged:
+        assert np.allclose(floats(have.slots.values), floats(want.slots.values), rtol=1e-2, atol=1e-2), what
+    else:
+        same_rows(kept(want), kept(have), what)
+    same_columns(want, have, [0, 1], what)
+
+
+@configs
+@pytest.mark.parametrize("blocks", BLOCKS.values(), ids=BLOCKS)
+def test_the_same_is_kept(forced, monkeypatch, config, blocks):
+    policy = veloxfn.policy(config)
+    stream = grid_stream(blocks, padded=len(blocks) < 10)
+    have = run(policy, stream)
+    monkeypatch.setattr(launch, "FORCED", "reference")
+    assert_same_state(have, run(policy, stream), "kernels against reference", not claims_for(config).bit_copies)
+
+
+@configs
+def test_laws_hold(forced, config):
+    policy = veloxfn.policy(config)
+    stream = grid_stream((1, 5, 1, 1, 1, 4), seed=1)
+    laws.law_follows_the_oracle(policy, stream)
+    laws.law_attend_equals_evict(policy, stream)
+    laws.law_padding_is_invisible(policy, grid_stream((6, 1, 1, 6), seed=2, padded=True))
+
+
+@configs
+def test_equal_keys_lose_the_same_tokens(forced, monkeypatch, config):
+    policy = veloxfn.policy(config)
+    stream = uniform_stream(tokens=12, blocks=(1, 5, *[1] * 6), dtype=mx.float16)
+    stream = replace(stream, queries=np.ones((2, 2, 12, 4), np.float32))
+    have = run(policy, stream)
+    monkeypatch.setattr(launch, "FORCED", "reference")
+    assert_same_state(have, run(policy, stream), "equal keys", not claims_for(config).bit_copies)
+
+
+@configs
+def test_attend_gives_the_same(forced, monkeypatch, config):
+    """`veloxfn.attend` below the budget, at it, and of blocks."""
+    policy = veloxfn.policy(config)
+    stream = grid_stream((1, 1, 3, 1, 1, 1, 3, 1), seed=3)
+    state = policy.init_state(2, 4, 5, dtype=mx.float16)
+    for block in stream:
+        absorbed = policy.absorb(state, block.keys, block.values)
+        monkeypatch.setattr(launch, "FORCED", forced)
+        have, after = veloxfn.attend(policy, absorbed, block.queries, scale=0.25)
+        monkeypatch.setattr(launch, "FORCED", "reference")
+        want, state = veloxfn.attend(policy, absorbed, block.queries, scale=0.25)
+        assert np.allclose(floats(have), floats(want), atol=2e-2)  # values up to 13: two roundings
+        assert_same_state(after, state, f"to {block.stop}", not claims_for(config).bit_copies)
+
+
+def test_keyformer_at_no_temperature_keeps_what_h2o_keeps(forced):
+    stream = grid_stream((6, *[1] * 8), seed=4)
+    noisy = keyformer.policy(keyformer.Config(budget=5, sink=1, noise="additive", tau=0.0, recent=1))
+    laws.law_collapses(noisy, h2o.policy(h2o.Config(budget=5, sink=1, recent=1)), stream)
