@@ -150,10 +150,31 @@ def test_attend_of_many_rows(backend, rows, temper):
 
 
 @pytest.mark.parametrize(("groups", "count"), [(128, 1), (16, 8), (5, 25), (129, 1), (3, 43)])
-def test_attend_of_many_heads(backend, monkeypatch, groups, count):
-    """Up to 128 by the kernels, more by the reference and by MLX's own attention."""
+def test_attend_of_many_heads(backend, groups, count):
+    """Up to 128 by the kernels, more by the reference."""
     given = case(1, groups, count, 70, 32, 5, mx.float32)
     assert_near(attend(*given, backend=backend), truth(*given), given[2], given[3])
+
+
+@pytest.mark.parametrize("temper", TEMPERS)
+def test_a_long_block_without_padding_goes_through_mlx(backend, temper):
+    """Products exact in TF32."""
+    queries, keys, values, positions, until = block(2, 3, 65, 120, 64, mx.float16, padded=False)
+    keys = mx.where(mx.abs(keys) < math.inf, keys, 1)
+    how = tempered(temper, 2, 3, 65)
+    for scale in (None, 0.0625):
+        have = attend(queries, keys, values, positions, scale=scale, temper=how, backend=backend)
+        assert_near(have, truth(queries, keys, values, positions, until, scale=scale, temper=how), values, positions)
+
+
+@pytest.mark.parametrize("temper", TEMPERS)
+@pytest.mark.parametrize("elements", [1, 7 * 40 * 4, 2**22])
+def test_the_reference_by_tiles(monkeypatch, temper, elements):
+    monkeypatch.setattr(ATTEND, "_MATRIX_ELEMENTS", elements)
+    given = case(2, 2, 17, 40, 32, 5, mx.float32)
+    how = tempered(temper, 2, 2, 17)
+    have = on_cpu(attend, *given, temper=how, backend="reference")
+    assert_near(have, truth(*given, temper=how), given[2], given[3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -291,15 +312,16 @@ def test_attend_step_refuses_nonsense(backend):
         evict_step(positions, seen, mx.zeros((1, 9)), decay=0.5, **options)
 
 
-def block(rows, groups, count, length, dim, dtype, seed=0):
+def block(rows, groups, count, length, dim, dtype, seed=0, padded=True):
     """The arrivals of a block come last, in order; before them slots in any order. Products are exact in TF32."""
     queries, keys, values, _, _ = case(rows, groups, count, length, dim, 1, mx.bfloat16, seed=seed)
     draw = np.random.default_rng(seed)
     kept = length - count
     positions = np.stack([draw.permutation(kept) for _ in range(rows)]).reshape(rows, kept)
-    positions[draw.random(positions.shape) < 0.2] = -1
+    if padded:
+        positions[draw.random(positions.shape) < 0.2] = -1
     own = np.broadcast_to(np.arange(kept, length), (rows, count)).copy()
-    own[:, 1::7] = -1  # padded
+    own[:, 1 if padded else count :: 7] = -1
     positions = np.concatenate([positions, own], axis=1).astype(np.int32)
     return queries.astype(dtype), keys.astype(dtype), values, mx.array(positions), mx.array(own.astype(np.int32))
 

@@ -1,0 +1,200 @@
+"""`veloxfn.attend` by hand, and what a step with it launches on a GPU."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import veloxfn
+from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
+from veloxfn.retention import retire
+from veloxfn.testing import claims_for, laws, normal_stream
+from veloxfn.testing.drive import live_positions, run
+from veloxfn.testing.launches import launches
+
+
+def block(rows, groups, count, dim, dtype=mx.float32, seed=0):
+    a, b, c = mx.random.split(mx.random.key(seed), 3)
+    shape = (rows, count, dim)
+    keys, values = (mx.random.normal(shape, key=key).astype(dtype) for key in (a, b))
+    return keys, values, mx.random.normal((rows, groups, count, dim), key=c).astype(dtype)
+
+
+def full(policy, rows=2, dim=8, dtype=mx.float32, count=30):
+    keys, values, queries = block(rows, 2, count, dim, dtype, 1)
+    given = {"queries": queries} if policy.config.needs_queries else {}
+    return policy.update_batched(policy.init_state(rows, dim, dtype=dtype), keys, values, **given)
+
+
+def test_two_tokens_by_hand():
+    """Products 0 and log 3: weights 1/4 and 3/4."""
+    policy = h2o.policy(h2o.Config(budget=8))
+    keys = mx.array([[[0.0], [float(np.log(3.0))]]])
+    values = mx.array([[[4.0, 0.0], [8.0, 1.0]]])
+    state = policy.absorb(policy.init_state(1, 1, 2, dtype=mx.float32), keys, values)
+    output, state = veloxfn.attend(policy, state, mx.ones((1, 1, 2, 1)))
+    assert np.allclose(output, [[[[4.0, 0.0], [7.0, 0.75]]]], atol=1e-6)
+    assert np.allclose(state.mass, [[1.25, 0.75]], atol=1e-6)
+    assert state.slots.arrived.shape == (1, 0)
+
+
+@pytest.mark.parametrize("name", veloxfn.METHODS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_shapes_and_dtypes(name, dtype, count):
+    policy = veloxfn.policy(veloxfn.METHODS[name].Config(budget=32))
+    state = policy.init_state(2, 8, 5, dtype=dtype)
+    keys, values, queries = block(2, 3, count, 8, dtype)
+    output, state = veloxfn.attend(policy, policy.absorb(state, keys, values[..., :5]), queries)
+    assert output.shape == (2, 3, count, 5)
+    assert output.dtype == dtype
+    assert state.slots.arrived.shape == (2, 0)
+    assert veloxfn.tokens_kept(state).tolist() == [min(count, policy.config.budget)] * 2
+
+
+def test_queries_of_another_shape_are_refused():
+    policy = tova.policy(tova.Config(budget=4))
+    keys, values, queries = block(2, 3, 5, 8)
+    state = policy.absorb(policy.init_state(2, 8, dtype=mx.float32), keys, values)
+    for wrong in (queries[:, :, :4], queries[:1], queries[:, 0], queries[..., :7]):
+        with pytest.raises(ValueError, match="queries"):
+            veloxfn.attend(policy, state, wrong)
+
+
+@pytest.mark.parametrize("module", [h2o, tova, keyformer, knorm, streaming_llm])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_row_that_was_padded_long_ago_is_read_as_if_alone(module, count):
+    """Lesson 15: its free slots receive no attention; `padded` says that there may be some."""
+    policy = module.policy(module.Config(budget=6))
+    keys, values, queries = block(2, 1, 8 + count, 4)
+    valid = mx.array([[True] * 8, [False] * 5 + [True] * 3])
+    given = {"queries": queries[:, :, :8]} if policy.config.needs_queries else {}
+    together = policy.init_state(2, 4, dtype=mx.float32)
+    together = policy.update_batched(together, keys[:, :8], values[:, :8], valid=valid, **given)
+    alone = policy.init_state(1, 4, dtype=mx.float32, streams=mx.array([1], mx.uint32))
+    given = {"queries": queries[1:, :, 5:8]} if policy.config.needs_queries else {}
+    alone = policy.update_batched(alone, keys[1:, 5:8], values[1:, 5:8], **given)
+    now = slice(8, 8 + count)
+    have, _ = veloxfn.attend(
+        policy, policy.absorb(together, keys[:, now], values[:, now]), queries[:, :, now], padded=True
+    )
+    want, _ = veloxfn.attend(policy, policy.absorb(alone, keys[1:, now], values[1:, now]), queries[1:, :, now])
+    assert np.allclose(have[1:], want, atol=1e-6)
+
+
+def test_an_eviction_of_ones_own_is_used():
+    """A policy with the Config of a method and another `evict`."""
+    policy = h2o.policy(h2o.Config(budget=6, sink=0, recent=0))
+
+    def evict(state, *, queries=None, attention=None):
+        return retire(state, -state.slots.positions.astype(mx.float32), policy.config)
+
+    odd = policy._replace(evict=evict)
+    state = full(policy)
+    keys, values, queries = block(2, 2, 1, 8)
+    _, state = veloxfn.attend(odd, odd.absorb(state, keys, values), queries)
+    assert all(30 not in row for row in live_positions(state)), "the newest is lost"
+
+
+@pytest.mark.parametrize("config", [h2o.Config(budget=6, shared_heads=2), tova.Config(budget=6, shared_heads=2)])
+def test_heads_that_share_a_choice_keep_the_same(config):
+    policy = veloxfn.policy(config)
+    state = full(policy, rows=4)
+    keys, values, queries = block(4, 2, 1, 8)
+    absorbed = policy.absorb(state, keys, values)
+    _, after = veloxfn.attend(policy, absorbed, queries)
+    positions = [row.tolist() for row in live_positions(after)]
+    assert positions[0] == positions[1]
+    assert positions[2] == positions[3]
+    want = [row.tolist() for row in live_positions(policy.evict(absorbed, queries=queries))]
+    assert positions == want
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        h2o.Config(budget=6, sink=1),
+        keyformer.Config(budget=6, sink=1),
+        snapkv.Config(budget=6, sink=1, window=2),
+        pyramidkv.Config(layers=2, scorer=h2o.Config(budget=6)),
+        cam.Config(budget=6, sink=1, target_count=2),
+    ],
+    ids=["h2o", "keyformer", "snapkv", "pyramidkv", "cam"],
+)
+def test_a_decoder_with_attend_keeps_what_update_batched_keeps(config):
+    policy = veloxfn.policy(config)
+    stream = normal_stream(5, tokens=20, groups=2, blocks=(3, 1, 7, *[1] * 9))
+    state = policy.init_state(2, stream.key_dim, stream.value_dim, dtype=mx.float32)
+    for part in stream:
+        _, state = veloxfn.attend(policy, policy.absorb(state, part.keys, part.values), part.queries)
+    want = run(policy, stream, claims_for(config))
+    assert [row.tolist() for row in live_positions(state)] == [row.tolist() for row in live_positions(want)]
+
+
+def test_the_law_catches_an_attention_that_is_wrong(monkeypatch):
+    """Not of a policy: of `attend` itself."""
+    policy = h2o.policy(h2o.Config(budget=5, sink=1))
+    stream = normal_stream(6, tokens=16, groups=2, blocks=(3, 1, 5, *[1] * 7))
+    laws.law_attend_equals_evict(policy, stream)
+    right = veloxfn.attend
+
+    def faults():
+        yield "output is off", lambda output, state: (output + 0.01, state)
+        yield "the output must be", lambda output, state: (output.astype(mx.float16), state)
+        yield "column mass", lambda output, state: (output, state._replace(mass=state.mass * 1.01))
+        yield (
+            "the state is not that of evict",
+            lambda output, state: (
+                output,
+                state._replace(mass=state.mass.astype(mx.float16)),
+            ),
+        )
+
+    for said, fault in faults():
+        monkeypatch.setattr(veloxfn, "attend", lambda *a, fault=fault, **o: fault(*right(*a, **o)))
+        with pytest.raises(AssertionError, match=said):
+            laws.law_attend_equals_evict(policy, stream)
+
+
+# Launches of a compiled step of one token at full budget: admit, the key and the value written, attention in two
+# launches, the last of which evicts. Where attention is no evidence: MLX's own, and the eviction.
+SDPA = mx.fast.metal_kernel(
+    name="stands_in_for_attention",
+    input_names=["queries", "keys", "values"],
+    output_names=["output"],
+    source="output[0] = queries[0] + keys[0] + values[0];",
+)
+STEPS = {
+    "h2o": (h2o.Config(budget=16), 5),
+    "h2o-fading": (h2o.Config(budget=16, decay=0.9), 5),
+    "h2o-observed": (h2o.Config(budget=16, age_normalised=True), 5),
+    "tova": (tova.Config(budget=16), 5),
+    "streaming_llm": (streaming_llm.Config(budget=16), 5),
+    "keyformer-silent": (keyformer.Config(budget=16, noise="none", tau=1.5), 5),
+}
+
+
+def attended_once(queries, keys, values, **unused):
+    """One launch: without a GPU, MLX builds its attention of parts."""
+    return SDPA(
+        inputs=[queries, keys, values],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[queries.shape],
+        output_dtypes=[queries.dtype],
+    )[0]
+
+
+@pytest.mark.parametrize(("config", "most"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_a_step_is_few_launches(monkeypatch, config, most, dtype):
+    policy = veloxfn.policy(config)
+    state = full(policy, dtype=dtype)
+    keys, values, queries = block(2, 2, 1, 8, dtype)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attended_once)
+
+    def step(state, keys, values, queries):
+        return veloxfn.attend(policy, policy.absorb(state, keys, values), queries)
+
+    found = launches(mx.compile(step), state, keys, values, queries, backend="metal")
+    assert len(found.kernels) <= most, found.kernels
+    assert set(found.copies) <= {"-> ScatterAxis"}, "the buffers are written in place, and nothing else is copied"
