@@ -23,8 +23,8 @@ def attend(
 ) -> tuple[mx.array, S]:
     """Attention of the block that was absorbed last, then `evict`: what stands between `absorb` and the next layer.
 
-    Where the method ranks by attention and the block is one token, its weights are computed once for both; on a GPU all
-    of it is two launches.
+    Where the block is one token, the weights are computed once for both, if the method ranks by them; on a GPU all of
+    it is two launches.
 
     Args:
         policy: a method with its config bound.
@@ -55,8 +55,8 @@ def attend(
         return mx.zeros((*queries.shape[:3], state.slots.values.shape[2]), queries.dtype), state
     keys, values = policy.candidates(state)
     ranking = _ranking_of(policy)
-    if count == 1 and not padded and ranking is not None and config.needs_queries:
-        how = ranking(config, state, queries.shape[1])
+    how = None if ranking is None or count > 1 or padded else ranking(config, state, queries.shape[1])
+    if how is not None and how.attended == config.needs_queries:
         return attend_and_retire(state, config, how, queries, keys, values, scale=scale)
     dim = queries.shape[3]
     mask: mx.array | str | None = "causal" if count > 1 else None
@@ -71,7 +71,7 @@ def attend(
 
 
 def _ranking_of(policy: Policy[Any]) -> Callable[..., Ranking] | None:
-    """What the method's module says it ranks by, if it ranks by attention and `evict` is its own."""
+    """What the method's module says it ranks by, if it says so and `evict` is its own."""
     module = sys.modules.get(type(policy.config).__module__)
     own = getattr(policy.evict, "func", None) is getattr(module, "evict", policy)
     return getattr(module, "ranking", None) if own else None

@@ -32,7 +32,7 @@ def visible_to(slots: Slots, until: mx.array) -> mx.array:
 
 def key_norms(keys: mx.array) -> mx.array:
     """Euclidean norm in float32 of keys [.., D]: [..]."""
-    return mx.linalg.norm(keys.astype(mx.float32), axis=-1)
+    return ops.key_norms(keys)
 
 
 def attention_mass(

@@ -19,9 +19,7 @@ Differs from the paper: "additive", one frozen draw per token in place of a fres
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -30,8 +28,9 @@ from veloxfn import cadence, checks, draws, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import received
-from veloxfn.ops import Temper
-from veloxfn.ops.constants import constant, numbers
+from veloxfn.ops import Gumbel, Temper
+from veloxfn.ops.attention_mass import Recipe
+from veloxfn.ops.constants import constant, numbers, schedule
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by
 from veloxfn.slots import arrival_positions
@@ -184,9 +183,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    drawn: Callable[[mx.array], mx.array] | float = 0.0
-    if config.noise == "additive":
-        drawn = partial(draws.gumbel, config.seed, state.slots.streams)
+    drawn = Gumbel(config.seed, state.slots.streams) if config.noise == "additive" else 0.0
     state = slots.extend(state, keys, values, valid, budget=config.budget, mass=0.0, noise=drawn)
     cadence.check_block(config, keys)
     return state
@@ -233,7 +230,7 @@ def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     if config.temperatures == (0.0, 0.0):
         return Ranking("mass")
     tau = temperature(config, mx.maximum(base.seen - 1 - config.anneal_from, 0))
-    return Ranking("mass", noise=state.noise, tau=tau)
+    return Ranking("mass", noise=state.noise, tau=tau, schedule=schedule_of(config))
 
 
 def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:
@@ -242,10 +239,18 @@ def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:
         return None
     when = arrival_positions(base)
     tau = temperature(config, mx.maximum(when - config.anneal_from, 0))
+    recipe = Recipe(base.seen, schedule_of(config), config.seed if config.noise == "logit" else None, base.streams)
     if config.noise == "none":
-        return Temper(tau)
+        return Temper(tau, None, recipe)
     head = numbers(heads)[:, None]
-    return Temper(tau, draws.names(config.seed, base.streams[:, None, None], head, mx.maximum(when, 0)[:, None]))
+    names = draws.names(config.seed, base.streams[:, None, None], head, mx.maximum(when, 0)[:, None])
+    return Temper(tau, names, recipe)
+
+
+def schedule_of(config: Config) -> mx.array:
+    """The schedule as kernels take it: the bits of tau_init and of the rise, steps, start: [4] uint32."""
+    first, last = config.temperatures
+    return schedule(first, last - first, config.anneal_steps if first != last else 0, config.anneal_from)
 
 
 def update_batched(

@@ -21,7 +21,7 @@ import mlx.core as mx
 from veloxfn import checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import key_norms
+from veloxfn.ops import KeyNorm
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by
 
@@ -108,7 +108,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, or the last block was not evicted.
         TypeError: another dtype than the state's.
     """
-    return slots.extend(state, keys, values, valid, budget=config.budget, norms=lambda _: key_norms(keys))
+    return slots.extend(state, keys, values, valid, budget=config.budget, norms=KeyNorm(keys))
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -126,7 +126,12 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.no_evidence("knorm", queries, attention)
     if state.slots.arrived.shape[1] == 0:
         return state
-    return retire_by(state, config, Ranking("norms", keep_low=config.keep == "low"))
+    return retire_by(state, config, ranking(config, state))
+
+
+def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
+    """By what a state that has absorbed a block is ranked: the norms."""
+    return Ranking("norms", attended=False, keep_low=config.keep == "low")
 
 
 def update_batched(

@@ -97,7 +97,9 @@ class Ranking(NamedTuple):
     counted: mx.array | None = None  # [N] int32, for a ranking per query
     noise: mx.array | None = None  # [N, n] float32, added `tau` times
     tau: mx.array | None = None  # [N] float32
+    schedule: mx.array | None = None  # [4] uint32 that kernels make tau of
     keep_low: bool = False  # rank by the negative
+    attended: bool = True  # by the attention; else the column does without
     temper: ops.Temper | None = None  # of the logits that the attention is made of
 
 
@@ -126,6 +128,7 @@ def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array
             counted=counted,
             noise=noise,
             tau=tau,
+            schedule=ranking.schedule,
             keep_low=ranking.keep_low,
             sink=config.sink,
             recent=config.recent_rows,
@@ -168,7 +171,7 @@ def attend_and_retire(
     slots = state.slots
     if not _steps(state, config):
         output, attention = ops.attend(queries, keys, values, slots.positions, scale=scale, temper=ranking.temper)
-        return output, retire_by(state, config, ranking, attention)
+        return output, retire_by(state, config, ranking, attention if ranking.attended else None)
     output, mass, positions = ops.attend_step(
         queries,
         keys,
@@ -183,6 +186,9 @@ def attend_and_retire(
         counted=ranking.counted,
         noise=ranking.noise,
         tau=ranking.tau,
+        schedule=ranking.schedule,
+        keep_low=ranking.keep_low,
+        attended=ranking.attended,
         sink=config.sink,
         recent=config.recent_rows,
     )

@@ -13,7 +13,8 @@ import mlx.core as mx
 
 from veloxfn import checks, ops
 from veloxfn.base import Slots, State
-from veloxfn.ops.constants import constant, numbers
+from veloxfn.ops.admit import entries_of
+from veloxfn.ops.constants import numbers
 from veloxfn.placement import Absolute, Contiguous, Placement, check_dims, live_count
 
 __all__ = [
@@ -107,7 +108,7 @@ def extend(
     valid: mx.array | None,
     *,
     budget: int,
-    **fresh: mx.array | float | Callable[[mx.array], mx.array],
+    **fresh: ops.Entry,
 ) -> S:
     """`append`, and every per-slot column with the arrivals' entries; one token into a full buffer is three launches.
 
@@ -117,8 +118,8 @@ def extend(
         values: [N, S, Dv] likewise.
         valid: [N, S] bool, False = padded; None = all valid.
         budget: rows that the caller keeps.
-        fresh: for each column by its name, the arrivals' entries, broadcast to [N, .., S]; or a function of their
-            positions [N, S] (-1 = padded).
+        fresh: for each column by its name, the arrivals' entries: [N, .., S], a number, the norms of their keys or
+            addressed draws.
 
     Returns:
         The state with `arrived` [N, S]; errors as `append`.
@@ -129,9 +130,7 @@ def extend(
     columns = {name: getattr(state, name) for name in fresh}
     one = count == 1 and valid is None and slots.positions.shape[1] == slots.keys.shape[1] == budget + 1
     if one and not slots.rotations.shape[1] and all(column.ndim == 2 for column in columns.values()):
-        coming = slots.seen[:, None]
-        pairs = [(column, _entry(fresh[name], coming, column).squeeze(1)) for name, column in columns.items()]
-        admitted = ops.admit(slots.positions, slots.seen, pairs)
+        admitted = ops.admit(slots.positions, slots.seen, [(column, fresh[name]) for name, column in columns.items()])
         index = admitted.slot[..., None]
         slots = slots._replace(
             keys=mx.put_along_axis(slots.keys, index, keys, axis=1),
@@ -145,16 +144,8 @@ def extend(
     if count == 0:
         return with_slots(state, slots)
     coming = arrival_positions(slots)
-    grown = {name: arrive(slots, column, _entry(fresh[name], coming, column)) for name, column in columns.items()}
+    grown = {name: arrive(slots, column, entries_of(fresh[name], coming)) for name, column in columns.items()}
     return with_columns(with_slots(state, slots), grown)
-
-
-def _entry(fresh: mx.array | float | Callable[[mx.array], mx.array], coming: mx.array, column: mx.array) -> mx.array:
-    """Entries [N, .., S] of arrivals at positions `coming` [N, S] for a column [N, .., n]."""
-    shape = (*column.shape[:-1], coming.shape[1])
-    if isinstance(fresh, float):
-        return constant(fresh, shape, column.dtype)
-    return mx.broadcast_to(fresh(coming) if callable(fresh) else fresh.astype(column.dtype), shape)
 
 
 def arrival_positions(slots: Slots) -> mx.array:

@@ -105,7 +105,12 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.no_evidence("streaming_llm", queries, attention)
     if state.slots.arrived.shape[1] == 0:
         return state
-    return retire_by(state, config, Ranking(None))
+    return retire_by(state, config, ranking(config, state))
+
+
+def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
+    """By what a state that has absorbed a block is ranked: all alike, so that ties lose oldest first."""
+    return Ranking(None, attended=False)
 
 
 def update_batched(

@@ -1,5 +1,6 @@
-// One threadgroup per row: the first free slot is given to the token that arrives.
-// Template: COLUMNS, how many of the columns there are (0, 1 or 2).
+// One threadgroup per row: the first free slot is given to the token that arrives, and its entries of two columns.
+// Template: FIRST, SECOND (int): what the arrival's entry is. 0: there is no such column; 1: given; 2: zero; 3: the norm
+// of its key of DIMS dimensions; 4: a Gumbel draw addressed by (seed, stream, position).
 
 const uint row = threadgroup_position_in_grid.x;
 const uint lane = thread_position_in_threadgroup.x;
@@ -15,11 +16,30 @@ for (uint j = lane; j < length; j += lanes) {
   if (below(other, mine)) mine = other;
 }
 const uint given = lowest(mine, ranks, lane, lanes).slot;
+float entry = 0.0f;
+if (FIRST == 3) {
+  entry = norm_of(keys, row * DIMS, DIMS, lane % 32);
+}
+if (SECOND == 4) {
+  const ulong name = named(name_of(seed), streams[row]);
+  entry = hashed_gumbel(uint(name), uint(name >> 32), now);
+}
 for (uint j = lane; j < length; j += lanes) {
   const uint at = row * length + j;
-  positions_out[at] = j == given ? now : positions[at];
-  if (COLUMNS > 0) first_out[at] = j == given ? first_fresh[row] : first[at];
-  if (COLUMNS > 1) second_out[at] = j == given ? second_fresh[row] : second[at];
+  const bool here = j == given;
+  positions_out[at] = here ? now : positions[at];
+  if (FIRST > 0) {
+    float value = 0.0f;
+    if (FIRST == 1) value = first_fresh[row];
+    if (FIRST == 3) value = entry;
+    first_out[at] = here ? value : first[at];
+  }
+  if (SECOND > 0) {
+    float value = 0.0f;
+    if (SECOND == 1) value = second_fresh[row];
+    if (SECOND == 4) value = entry;
+    second_out[at] = here ? value : second[at];
+  }
 }
 if (lane == 0) {
   slot[row] = int(given);

@@ -6,7 +6,7 @@
 //   exp(logits - top), and both of the tempered logits, (logits + noise) / heat
 //
 // Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, SCALE (int, the bits of
-// a float), VALUED, LIMITED (by `until`), TEMPERED, NOISY (bool).
+// a float), VALUED, RECEIVES (whether the mass is asked for), LIMITED (by `until`), TEMPERED, NOISY, RECIPE (bool): heat and names are made here, for one query.
 
 constexpr int E = (D + 31) / 32;
 constexpr int EV = (DV + 31) / 32;
@@ -37,6 +37,9 @@ float total[HEADS];
 float warm_top[HEADS];
 float warm_total[HEADS];
 int limit[HEADS];
+uint low[HEADS];
+uint high[HEADS];
+float warmth[HEADS];
 for (int h = 0; h < HEADS; h++) {
   const uint head = min(first + h, heads - 1);
   for (int e = 0; e < E; e++) {
@@ -48,6 +51,18 @@ for (int h = 0; h < HEADS; h++) {
   total[h] = 0.0f;
   warm_top[h] = -INFINITY;
   warm_total[h] = 0.0f;
+  low[h] = 0u;
+  high[h] = 0u;
+  if (NOISY && RECIPE) {
+    const ulong name = named(named(named(name_of(seed), streams[row]), head), uint(max(int(newest[row]) - 1, 0)));
+    low[h] = uint(name);
+    high[h] = uint(name >> 32);
+  } else if (NOISY) {
+    low[h] = names[2 * (row * heads + head)];
+    high[h] = names[2 * (row * heads + head) + 1];
+  }
+  warmth[h] = 1.0f;
+  if (TEMPERED) warmth[h] = RECIPE ? temperature(rise, int(newest[row]) - 1) : float(heat[row * count + head % count]);
   limit[h] = LIMITED ? int(until[row * count + head % count]) : 0x7FFFFFFF;
 }
 
@@ -84,27 +99,25 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
       x[u][h] = simd_sum(dot);
       const bool visible = place[u] >= 0 && place[u] <= limit[h] && finite(x[u][h]);
       x[u][h] = visible ? x[u][h] : -INFINITY;
-      if (lane == uint(u) && j + u < end && first + h < heads) {
+      if (RECEIVES && lane == uint(u) && j + u < end && first + h < heads) {
         logits[(row * heads + first + h) * length + j + u] = x[u][h];
       }
     }
   }
   if (TEMPERED) {
     float drawn = 0.0f;
-    if (NOISY && lane < U * HEADS) {
-      const uint u = lane / HEADS;
-      const uint head = min(first + lane % HEADS, heads - 1);
-      const uint slot = min(j + u, end - 1);
-      const uint name = 2 * (row * heads + head);
-      drawn = hashed_gumbel(names[name], names[name + 1], positions[row * length + slot]);
+    for (int h = 0; h < HEADS; h++) {
+      // Each lane draws for one pair of slot and head.
+      if (NOISY && lane / U == uint(h)) {
+        drawn = hashed_gumbel(low[h], high[h], positions[row * length + min(j + lane % U, end - 1)]);
+      }
     }
     for (int h = 0; h < HEADS; h++) {
-      const float warmth = heat[row * count + min(first + h, heads - 1) % count];
       float warm[U];
       float highest = warm_top[h];
       for (int u = 0; u < U; u++) {
-        const float zeta = NOISY ? simd_shuffle(drawn, u * HEADS + h) : 0.0f;
-        warm[u] = (x[u][h] + zeta) / warmth;
+        const float zeta = NOISY ? simd_shuffle(drawn, h * U + u) : 0.0f;
+        warm[u] = (x[u][h] + zeta) / warmth[h];
         highest = max(highest, warm[u]);
       }
       if (highest > -INFINITY) {

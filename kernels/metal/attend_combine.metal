@@ -2,20 +2,23 @@
 //
 //   attention_j = sum_h weight_t exp(logits[h, j] - top_h) / total_h / query heads   (of the tempered logits, if any)
 //
-// Template: T (type), DV, COUNT (int), VALUED, TEMPERED, NOISY, WEIGHTED (bool).
+// Template: T (type), DV, COUNT (int), VALUED, RECEIVES, TEMPERED, NOISY, RECIPE, WEIGHTED (bool).
 
 const uint row = threadgroup_position_in_grid.x;
 const uint here = thread_position_in_threadgroup.x;
 const uint lanes = threads_per_threadgroup.x;
 const uint lane = here % 32;
-const uint length = logits_shape[2];
-const uint heads = logits_shape[1];
+const uint length = positions_shape[1];
+const uint heads = stats_shape[2];
 const uint parts = stats_shape[1];
 const uint count = COUNT;
 threadgroup float plain_top[128];
 threadgroup float plain_total[128];
 threadgroup float mass_top[128];
 threadgroup float mass_scale[128];
+threadgroup float warmth[128];
+threadgroup uint low[128];
+threadgroup uint high[128];
 threadgroup float joined[1024];
 
 for (uint h = here / 32; h < heads; h += lanes / 32) {
@@ -37,6 +40,17 @@ for (uint h = here / 32; h < heads; h += lanes / 32) {
   if (lane == 0) {
     const float weight = WEIGHTED ? float(weights[row * count + h % count]) : 1.0f;
     mass_top[h] = highest;
+    if (TEMPERED) {
+      warmth[h] = RECIPE ? temperature(rise, int(newest[row]) - 1) : float(heat[row * count + h % count]);
+    }
+    if (NOISY && RECIPE) {
+      const ulong name = named(named(named(name_of(seed), streams[row]), h), uint(max(int(newest[row]) - 1, 0)));
+      low[h] = uint(name);
+      high[h] = uint(name >> 32);
+    } else if (NOISY) {
+      low[h] = names[2 * (row * heads + h)];
+      high[h] = names[2 * (row * heads + h) + 1];
+    }
     mass_scale[h] = total > 0.0f ? weight / (total * float(heads / count)) : 0.0f;
   }
 }
@@ -71,14 +85,14 @@ if (VALUED) {
     }
   }
 }
-for (uint j = here; j < length; j += lanes) {
+for (uint j = RECEIVES ? here : length; j < length; j += lanes) {
   const int position = positions[row * length + j];
   float received = 0.0f;
   for (uint h = 0; h < heads; h++) {
     float x = logits[(row * heads + h) * length + j];
     if (x > -INFINITY && mass_scale[h] > 0.0f) {
-      if (NOISY) x += hashed_gumbel(names[2 * (row * heads + h)], names[2 * (row * heads + h) + 1], position);
-      if (TEMPERED) x = x / heat[row * count + h % count];
+      if (NOISY) x += hashed_gumbel(low[h], high[h], position);
+      if (TEMPERED) x = x / warmth[h];
       received += exp(x - mass_top[h]) * mass_scale[h];
     }
   }

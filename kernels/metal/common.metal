@@ -88,7 +88,43 @@ inline float hashed_gumbel(uint low, uint high, int position) {
   return -log(-log(unit));
 }
 
+// The 64-bit name of an address, coordinate by coordinate: that of veloxfn/draws.py. A seed is its two halves.
+inline ulong mixed(ulong x) {
+  x = (x ^ (x >> 27)) * 0x3C79AC492BA7B653ul;
+  x = (x ^ (x >> 33)) * 0x1C69B3F74AC4AE35ul;
+  return x ^ (x >> 27);
+}
+
+template <typename P>
+inline ulong name_of(P seed) {
+  return mixed(((ulong(seed[1]) << 32) | ulong(seed[0])) + 0x1E3779B97F4A7C15ul);
+}
+
+inline ulong named(ulong name, uint coordinate) {
+  return mixed(name + (ulong(coordinate) + 1) * 0x1E3779B97F4A7C15ul);
+}
+
+// Temperature after t queries of a schedule: the bits of the first and of the difference to the last, steps, start.
+template <typename P>
+inline float temperature(P schedule, int t) {
+  const uint steps = schedule[2];
+  if (steps == 0) return as_type<float>(uint(schedule[0]));
+  const int done = min(max(t - int(schedule[3]), 0), int(steps));
+  return as_type<float>(uint(schedule[0])) + product(float(done) / float(steps), as_type<float>(uint(schedule[1])));
+}
+
 // ---- Arithmetic.
+
+// Euclidean norm of rows[start .. start + dims - 1], by one SIMD group, to all of its lanes.
+template <typename P>
+inline float norm_of(P rows, ulong start, uint dims, uint lane) {
+  float sum = 0.0f;
+  for (uint d = lane; d < dims; d += 32) {
+    const float x = float(rows[start + d]);
+    sum = fma(x, x, sum);
+  }
+  return sqrt(simd_sum(sum));
+}
 
 // Half an infinity is infinite, too: NaN and infinities fail this test.
 inline bool finite(float x) {

@@ -3,7 +3,7 @@
 //   mass_out = mass * decay + attention      (0 for an absent one; no decay where the arrival is padded)
 //   importance = sign * (mass_out / max(counted - position, 1)) + tau * noise
 //
-// Template: MASSIVE, DECAYS, ATTENDED, AGED, DRAWN, KEEP_LOW (bool), SINK, RECENT (int).
+// Template: MASSIVE, DECAYS, ATTENDED, AGED, DRAWN, SCHEDULED, KEEP_LOW (bool), SINK, RECENT (int).
 
 const uint row = threadgroup_position_in_grid.x;
 const uint lane = thread_position_in_threadgroup.x;
@@ -22,7 +22,7 @@ for (uint j = lane; j < length; j += lanes) {
   if (ATTENDED) heavy = heavy + attention[at];
   mass_out[at] = heavy;
   const int age = AGED ? max(counted[row] - position, 1) : 0;
-  const float drawn = DRAWN ? product(tau[row], noise[at]) : 0.0f;
+  const float drawn = DRAWN ? product(SCHEDULED ? temperature(schedule, now - 1) : float(tau[row]), noise[at]) : 0.0f;
   const float importance = importance_of(heavy, age, KEEP_LOW, drawn);
   const Rank other = rank_of(importance, position, now, SINK, RECENT, j);
   if (below(other, mine)) mine = other;

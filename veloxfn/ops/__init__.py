@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from veloxfn.ops.admit import admit
+from veloxfn.ops.admit import Entry, Gumbel, KeyNorm, admit
 from veloxfn.ops.attend import attend, attend_step
 from veloxfn.ops.attention_mass import Temper, attention_mass
 from veloxfn.ops.attention_rows import attention_rows
 from veloxfn.ops.evict_step import evict_step
+from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.weakest import weakest
 
-__all__ = ["Temper", "admit", "attend", "attend_step", "attention_mass", "attention_rows", "evict_step", "weakest"]
+__all__ = [
+    "Entry",
+    "Gumbel",
+    "KeyNorm",
+    "key_norms",
+    "Temper",
+    "admit",
+    "attend",
+    "attend_step",
+    "attention_mass",
+    "attention_rows",
+    "evict_step",
+    "weakest",
+]

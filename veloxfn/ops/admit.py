@@ -8,17 +8,33 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from veloxfn.ops.constants import numbers
+from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
+from veloxfn.ops.noise import halves, hashed_gumbel, names
 
-__all__ = ["KERNEL", "Admitted", "admit", "reference"]
+__all__ = ["KERNEL", "Admitted", "Entry", "Gumbel", "KeyNorm", "admit", "entries_of", "reference"]
 
 KERNEL = Kernel(
     "admit",
-    ("positions", "seen", "first", "first_fresh", "second", "second_fresh"),
+    ("positions", "seen", "first", "second", "first_fresh", "second_fresh", "keys", "seed", "streams"),
     ("slot", "positions_out", "seen_out", "first_out", "second_out"),
 )
 
-_MOST_COLUMNS = 2
+
+class KeyNorm(NamedTuple):
+    """Entries of arrivals: the norms of their keys."""
+
+    keys: mx.array  # [N, S, D]
+
+
+class Gumbel(NamedTuple):
+    """Entries of arrivals: Gumbel draws addressed by (seed, stream, position)."""
+
+    seed: int
+    streams: mx.array  # [N] uint32
+
+
+Entry = mx.array | float | KeyNorm | Gumbel
 
 
 class Admitted(NamedTuple):
@@ -33,7 +49,7 @@ class Admitted(NamedTuple):
 def admit(
     positions: mx.array,
     seen: mx.array,
-    columns: Sequence[tuple[mx.array, mx.array]] = (),
+    columns: Sequence[tuple[mx.array, Entry]] = (),
     *,
     backend: str | None = None,
 ) -> Admitted:
@@ -42,39 +58,74 @@ def admit(
     Args:
         positions: [N, n] int32 of the slots, -1 = free; every row has a free one.
         seen: [N] int32, arrivals so far.
-        columns: per-slot columns [N, n] float32, each with the arrival's entry [N] float32.
+        columns: per-slot columns [N, n] float32, each with the arrival's entry: [N, 1] float32, a number, `KeyNorm` of
+            the arriving keys [N, 1, D], or `Gumbel`.
         backend: see `veloxfn.ops.launch.backend_for`.
     """
     backend = backend_for(backend)
-    if backend == "reference" or len(columns) > _MOST_COLUMNS:
+    kinds = [_kind(entry) for _, entry in columns]
+    if backend == "reference" or len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
         return reference(positions, seen, columns)
     rows, length = positions.shape
-    given = [array for column in columns for array in column]
+    kinds += [0] * (2 - len(kinds))
+    entries = [entry for _, entry in columns] + [0.0] * (2 - len(columns))
+    keys = next((entry.keys for entry in entries if isinstance(entry, KeyNorm)), None)
+    draw = next((entry for entry in entries if isinstance(entry, Gumbel)), None)
     made = launch(
         KERNEL,
         backend,
-        [positions, seen, *given, *[None] * (2 * _MOST_COLUMNS - len(given))],
+        [
+            positions,
+            seen,
+            *(column for column, _ in columns),
+            *[None] * (2 - len(columns)),
+            *(entry if isinstance(entry, mx.array) else None for entry in entries),
+            keys,
+            None if draw is None else halves(draw.seed),
+            None if draw is None else draw.streams,
+        ],
         [
             ((rows, 1), mx.int32),
             (positions.shape, mx.int32),
             (seen.shape, mx.int32),
             *((column.shape, mx.float32) for column, _ in columns),
-            *[None] * (_MOST_COLUMNS - len(columns)),
+            *[None] * (2 - len(columns)),
         ],
-        template={"COLUMNS": len(columns)},
+        template={"FIRST": kinds[0], "SECOND": kinds[1], "DIMS": 0 if keys is None else keys.shape[2]},
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )
     return Admitted(made[0], made[1], made[2], tuple(made[3:]))
 
 
-def reference(positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.array, mx.array]] = ()) -> Admitted:
+_GIVEN, _ZERO, _NORM, _DRAWN = 1, 2, 3, 4
+
+
+def _kind(entry: Entry) -> int:
+    if isinstance(entry, KeyNorm):
+        return _NORM
+    if isinstance(entry, Gumbel):
+        return _DRAWN
+    return _ZERO if isinstance(entry, float) and entry == 0.0 else _GIVEN
+
+
+def reference(positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.array, Entry]] = ()) -> Admitted:
     """`admit` in MLX's own primitives."""
     slot = mx.argmin(positions, axis=1, keepdims=True).astype(mx.int32)
     here = numbers(positions.shape[1]) == slot
+    coming = seen[:, None]
     return Admitted(
         slot,
-        mx.where(here, seen[:, None], positions),
+        mx.where(here, coming, positions),
         seen + 1,
-        tuple(mx.where(here, fresh[:, None], column) for column, fresh in columns),
+        tuple(mx.where(here, entries_of(entry, coming), column) for column, entry in columns),
     )
+
+
+def entries_of(entry: Entry, coming: mx.array) -> mx.array | float:
+    """The entries of arrivals at positions `coming` [N, S]: [N, S] float32, or a number."""
+    if isinstance(entry, KeyNorm):
+        return key_norms(entry.keys)
+    if isinstance(entry, Gumbel):
+        return hashed_gumbel(names(entry.seed, entry.streams)[:, None], coming)
+    return entry

@@ -18,20 +18,22 @@ from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
 from veloxfn.ops.constants import constant
 from veloxfn.ops.evict_step import evict_inputs, evict_step, evict_template
 from veloxfn.ops.launch import Kernel, Output, backend_for, launch
+from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 
 __all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", "visible_mass"]
 
+_TEMPER_INPUTS = ("heat", "names", "newest", "rise", "seed", "streams")
 KERNEL = Kernel(
     "attend",
-    ("queries", "keys", "values", "positions", "until", "heat", "names"),
+    ("queries", "keys", "values", "positions", "until", *_TEMPER_INPUTS),
     ("logits", "stats", "partial"),
 )
-_COMBINE_INPUTS = ("logits", "stats", "partial", "positions", "heat", "names", "weights")
+_COMBINE_INPUTS = ("logits", "stats", "partial", "positions", *_TEMPER_INPUTS, "weights")
 COMBINE = Kernel("attend_combine", _COMBINE_INPUTS, ("output", "attention"))
 FINISH = Kernel(
     "attend_finish",
-    (*_COMBINE_INPUTS, "seen", "mass", "arrived", "decay", "counted", "noise", "tau"),
+    (*_COMBINE_INPUTS, "seen", "mass", "arrived", "decay", "counted", "noise", "tau", "schedule"),
     ("output", "mass_out", "positions_out"),
     bodies=("attend_combine", "evict_step"),
     aliases=(("attention", "mass_out"),),  # a lane reads what it wrote, then writes the mass there
@@ -150,6 +152,9 @@ def attend_step(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
+    schedule: mx.array | None = None,
+    keep_low: bool = False,
+    attended: bool = True,
     sink: int,
     recent: int,
     backend: str | None = None,
@@ -170,6 +175,9 @@ def attend_step(
         counted: [N] int32.
         noise: [N, n] float32.
         tau: [N] float32.
+        schedule: [4] uint32.
+        keep_low: rank by the negative.
+        attended: whether the masses take in the attention.
         sink: first arrivals that are protected.
         recent: last arrivals that are protected.
         backend: see `veloxfn.ops.launch.backend_for`.
@@ -192,25 +200,30 @@ def attend_step(
             positions,
             seen,
             mass,
-            attention,
+            attention if attended else None,
             arrived=arrived,
             decay=decay,
             counted=counted,
             noise=noise,
             tau=tau,
+            schedule=schedule,
+            keep_low=keep_low,
             sink=sink,
             recent=recent,
             backend=backend,
         )
         return output, *stepped
     scale = dim**-0.5 if scale is None else scale
-    parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend)
+    parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend, attended)
     made = launch(
         FINISH,
         backend,
-        [*parts.inputs, seen, *evict_inputs(mass, arrived, decay, counted, noise, tau)],
+        [*parts.inputs, seen, *evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)],
         [parts.output, (positions.shape, mx.float32), (positions.shape, mx.int32)],
-        template={**parts.template, **evict_template(mass, True, decay, counted, noise, False, sink, recent)},
+        template={
+            **parts.template,
+            **evict_template(mass, attended, decay, counted, noise, schedule, keep_low, sink, recent),
+        },
         groups=(rows, 1, 1),
         threads=_FINISH_LANES,
     )
@@ -281,6 +294,7 @@ def _parts(
     temper: Temper | None,
     weights: mx.array | None,
     backend: str,
+    attended: bool = True,
 ) -> _Parts:
     rows, groups, count, dim = queries.shape
     length, heads = positions.shape[1], groups * count
@@ -290,17 +304,16 @@ def _parts(
         together *= 2
     chunks = -(-heads // together)
     parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), -(-length // _LEAST_SLOTS)))
-    heat = None if temper is None else temper.tau
-    names = None
-    if temper is not None and temper.names is not None:
-        names = temper.names.reshape(rows, heads).view(mx.uint32)
+    tempering = _tempering(temper, rows, heads, count)
     template: dict[str, int | bool | mx.Dtype] = {
         "T": queries.dtype,
         "DV": wide,
         "COUNT": count,
         "VALUED": values is not None,
-        "TEMPERED": heat is not None,
-        "NOISY": names is not None,
+        "RECEIVES": attended,
+        "TEMPERED": temper is not None,
+        "NOISY": temper is not None and temper.names is not None,
+        "RECIPE": tempering[0] is None and temper is not None,
     }
     made = launch(
         KERNEL,
@@ -311,11 +324,10 @@ def _parts(
             keys if values is None else values,
             positions,
             until,
-            heat,
-            names,
+            *tempering,
         ],
         [
-            ((rows, heads, length), mx.float32),
+            ((rows, heads, length), mx.float32) if attended else None,
             ((rows, parts, heads, 4), mx.float32),
             None if values is None else ((rows, parts, heads, wide), mx.float32),
         ],
@@ -324,10 +336,22 @@ def _parts(
         threads=_LANES,
     )
     return _Parts(
-        [*made, *[None] * (values is None), positions, heat, names, weights],
+        [*[None] * (not attended), *made, *[None] * (values is None), positions, *tempering, weights],
         None if values is None else ((rows, groups, count, wide), queries.dtype),
         {**template, "WEIGHTED": weights is not None},
     )
+
+
+def _tempering(temper: Temper | None, rows: int, heads: int, count: int) -> list[mx.array | None]:
+    """The kernels' inputs of a temper: arrays, or what they make them of."""
+    if temper is None:
+        return [None] * len(_TEMPER_INPUTS)
+    if temper.recipe is not None and count == 1:
+        recipe = temper.recipe
+        noise = [None, None] if recipe.seed is None else [halves(recipe.seed), recipe.streams]
+        return [None, None, recipe.seen, recipe.schedule, *noise]
+    names = None if temper.names is None else temper.names.reshape(rows, heads).view(mx.uint32)
+    return [temper.tau, names, None, None, None, None]
 
 
 def _bits(number: float) -> int:

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn.draws import hashed_gumbel
 from veloxfn.ops.constants import constant
 from veloxfn.ops.fusion import fused, on_gpu
 from veloxfn.ops.launch import Kernel, backend_for, launch
+from veloxfn.ops.noise import hashed_gumbel
 from veloxfn.ops.weights import exponentials, ready, softmax
 
-__all__ = ["COLUMNS", "ROWS", "Temper", "attention_mass", "noisy", "reference"]
+__all__ = ["COLUMNS", "ROWS", "Recipe", "Temper", "attention_mass", "noisy", "reference"]
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
@@ -38,11 +38,21 @@ _KERNEL_ELEMENTS = 2**26  # products of one tile
 _FEW_QUERIES = 32  # query heads times queries that one pass over the keys takes
 
 
+class Recipe(NamedTuple):
+    """What the temperature and the names of the newest token's queries come from: a kernel makes them itself."""
+
+    seen: mx.array  # [N] int32: the token is at seen - 1
+    schedule: mx.array  # [4] uint32, see `veloxfn.ops.constants.schedule`
+    seed: int | None  # names(seed, stream, head, seen - 1); None = no noise
+    streams: mx.array  # [N] uint32
+
+
 class Temper(NamedTuple):
     """What is done to the logits before their softmax."""
 
     tau: mx.array  # [N, S] float32 > 0, what each query's logits are divided by
     names: mx.array | None = None  # [N, G, S] uint64: Gumbel noise of (name, position of the slot) is added before
+    recipe: Recipe | None = None  # of both, where S = 1 and the query is that of the newest token
 
 
 def attention_mass(

@@ -5,12 +5,15 @@ None is made by an op: inside an outer `mx.compile` that would be a tracer of th
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["absent", "constant", "numbers"]
+__all__ = ["absent", "constant", "numbers", "schedule"]
+
+_MOST = 2**31 - 1
 
 
 @lru_cache(maxsize=32)
@@ -26,6 +29,13 @@ def constant(number: float, shape: tuple[int, ...] = (1,), dtype: mx.Dtype = mx.
     for size in reversed(shape):
         nested = [nested] * size
     return mx.array(nested, dtype)
+
+
+@lru_cache(maxsize=64)
+def schedule(first: float, rise: float, steps: int, start: int) -> mx.array:
+    """The bits of two float32, and two numbers below 2**31: [4] uint32."""
+    bits = [struct.unpack("I", struct.pack("f", number))[0] for number in (first, rise)]
+    return mx.array([*bits, min(steps, _MOST), min(start, _MOST)], mx.uint32)
 
 
 def absent(dtype: mx.Dtype) -> mx.array:

@@ -28,7 +28,7 @@ __all__ = [
 
 KERNEL = Kernel(
     "evict_step",
-    ("positions", "seen", "mass", "attention", "arrived", "decay", "counted", "noise", "tau"),
+    ("positions", "seen", "mass", "attention", "arrived", "decay", "counted", "noise", "tau", "schedule"),
     ("mass_out", "positions_out"),
 )
 
@@ -44,6 +44,7 @@ def evict_step(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
+    schedule: mx.array | None = None,
     keep_low: bool = False,
     sink: int,
     recent: int,
@@ -62,6 +63,7 @@ def evict_step(
             query. None ranks by mass.
         noise: [N, n] float32, added `tau` times to the importance; None = none.
         tau: [N] float32, given with `noise`.
+        schedule: [4] uint32 that kernels make `tau` of, as in `Recipe`; None = as given.
         keep_low: rank by the negative instead.
         sink: first arrivals that are protected.
         recent: last arrivals that are protected.
@@ -96,13 +98,13 @@ def evict_step(
         )
     rows, length = positions.shape
     attended = None if attention is None else attention.astype(mx.float32)
-    last_mass, *others = evict_inputs(mass, arrived, decay, counted, noise, tau)
+    last_mass, *others = evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)
     made = launch(
         KERNEL,
         backend,
         [positions, seen, last_mass, attended, *others],
         [(positions.shape, mx.float32), (positions.shape, mx.int32)],
-        template=evict_template(mass, attention is not None, decay, counted, noise, keep_low, sink, recent),
+        template=evict_template(mass, attention is not None, decay, counted, noise, schedule, keep_low, sink, recent),
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )
@@ -116,10 +118,12 @@ def evict_inputs(
     counted: mx.array | None,
     noise: mx.array | None,
     tau: mx.array | None,
+    schedule: mx.array | None,
 ) -> list[mx.array | None]:
     """The kernel's inputs of these names, in this order."""
     fades = decay != 1.0
-    return [mass, arrived if fades else None, constant(decay) if fades else None, counted, noise, tau]
+    given = None if schedule is not None else tau
+    return [mass, arrived if fades else None, constant(decay) if fades else None, counted, noise, given, schedule]
 
 
 def evict_template(
@@ -128,6 +132,7 @@ def evict_template(
     decay: float,
     counted: mx.array | None,
     noise: mx.array | None,
+    schedule: mx.array | None,
     keep_low: bool,
     sink: int,
     recent: int,
@@ -139,6 +144,7 @@ def evict_template(
         "DECAYS": decay != 1.0,
         "AGED": counted is not None,
         "DRAWN": noise is not None,
+        "SCHEDULED": schedule is not None,
         "KEEP_LOW": keep_low,
         "SINK": sink,
         "RECENT": recent,
@@ -156,6 +162,7 @@ def reference(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
+    schedule: mx.array | None = None,
     keep_low: bool = False,
     sink: int,
     recent: int,
@@ -193,6 +200,7 @@ def importance_of(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
+    schedule: mx.array | None = None,
     keep_low: bool = False,
 ) -> mx.array:
     """Importance [N, n]: arguments as for `evict_step`."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import mlx.core as mx
 
 from veloxfn.ops.fusion import fused
 
-__all__ = ["hashed_gumbel", "hashed_uniform"]
+__all__ = ["halves", "hashed_gumbel", "hashed_uniform", "names"]
+
+# Odd and below 2**63, the largest integer that MLX takes as a constant.
+_STEP, _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3C79AC492BA7B653, 0x1C69B3F74AC4AE35
 
 
 @fused
@@ -35,3 +40,32 @@ def _keyed(name: mx.array, positions: mx.array) -> mx.array:
 def _unit(bits: mx.array) -> mx.array:
     """32 bits as a float32 in (0, 1): the middle of one of 2**23 equal intervals, so neither 0 nor 1."""
     return ((bits >> 9).astype(mx.float32) + 0.5) * 2.0**-23
+
+
+def names(seed: int, *coordinates: mx.array) -> mx.array:
+    """One 64-bit name per address (seed, coordinate, coordinate, ...); the order of the coordinates matters.
+
+    Args:
+        seed: 0 .. 2**64 - 1.
+        coordinates: non-negative integers, broadcast against each other.
+
+    Returns:
+        uint64 in the shape that they broadcast to.
+    """
+    name = _mixed(halves(seed).view(mx.uint64).squeeze() + _STEP)
+    for coordinate in coordinates:
+        name = _mixed(name + (coordinate.astype(mx.uint64) + 1) * _STEP)
+    return name
+
+
+@lru_cache(maxsize=64)
+def halves(seed: int) -> mx.array:
+    """The lower and upper 32 bits of a seed: [2] uint32."""
+    return mx.array([seed & 0xFFFFFFFF, seed >> 32], mx.uint32)
+
+
+def _mixed(x: mx.array) -> mx.array:
+    """A bijection of uint64 in which every bit of the result depends on all of the argument."""
+    x = (x ^ (x >> 27)) * _FIRST
+    x = (x ^ (x >> 33)) * _SECOND
+    return x ^ (x >> 27)
