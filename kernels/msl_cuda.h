@@ -1,7 +1,5 @@
 // Metal's vocabulary for CUDA: the bodies in metal/ compile unchanged behind this header.
 #define threadgroup __shared__
-#define device
-#define constant const
 
 #define thread_position_in_threadgroup threadIdx
 #define threadgroup_position_in_grid blockIdx

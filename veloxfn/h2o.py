@@ -21,7 +21,7 @@ from veloxfn.binding import bind
 from veloxfn.evidence import received
 from veloxfn.ops.evict_step import importance_of, kept_by, updated_mass
 from veloxfn.reading import get_kv
-from veloxfn.retention import Ranking, retire_by
+from veloxfn.retention import Ranking, retire_by_query
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -150,8 +150,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     check_evidence("h2o", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
-    attention = received(state.slots, queries, attention, placement=config.placement, decay=config.decay)
-    return retire_by(state, config, ranking(config, state), attention)
+    return retire_by_query(state, config, ranking(config, state), queries, attention)
 
 
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:

@@ -27,12 +27,11 @@ import mlx.core as mx
 from veloxfn import cadence, checks, draws, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import received
 from veloxfn.ops import Gumbel, Temper
 from veloxfn.ops.attention_mass import Recipe
 from veloxfn.ops.constants import constant, numbers, schedule
 from veloxfn.reading import get_kv
-from veloxfn.retention import Ranking, retire_by
+from veloxfn.retention import Ranking, retire_by_query
 from veloxfn.slots import arrival_positions
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
@@ -217,9 +216,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
     heads = 1 if queries is None else queries.shape[1]
-    how = ranking(config, state, heads)
-    attention = received(base, queries, attention, placement=config.placement, temper=how.temper)
-    return retire_by(state, config, how, attention)
+    return retire_by_query(state, config, ranking(config, state, heads), queries, attention)
 
 
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:

@@ -6,19 +6,20 @@ Ties lose oldest first, a NaN never saves a slot, and a protected slot goes last
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
-from veloxfn import ops
+from veloxfn import evidence, ops
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import Dispose, drop
 from veloxfn.ops.constants import numbers
 from veloxfn.ops.evict_step import importance_of, kept_by, updated_mass
 from veloxfn.ops.weakest import order_of, shielded
+from veloxfn.placement import seen_keys
 from veloxfn.slots import gather_slots, settle, with_columns, with_slots
 
-__all__ = ["Ranking", "attend_and_retire", "protected", "rank", "retire", "retire_by"]
+__all__ = ["Ranking", "attend_and_retire", "protected", "rank", "retire", "retire_by", "retire_by_query"]
 
 S = TypeVar("S", bound=State)
 
@@ -144,6 +145,32 @@ def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array
     return retire(state, importance, config)
 
 
+def retire_by_query(
+    state: S, config: Retention, ranking: Ranking, queries: mx.array | None, attention: mx.array | None
+) -> S:
+    """`retire_by` the block's attention, whatever it is known by; one token with its query is two launches on a GPU.
+
+    Args:
+        state: a state after `absorb`.
+        config: placement, budget, sink, recent_rows and shared_heads.
+        ranking: what to rank by.
+        queries: [N, G, S, D] of the block, or None.
+        attention: [N, n] of the block instead; without both the arriving keys act as queries.
+
+    Returns:
+        The state with S = 0.
+    """
+    slots = state.slots
+    if queries is not None and attention is None and _steps(state, config):
+        keys = seen_keys(config.placement, slots)
+        _, mass, positions = _attend_step(state, config, ranking, queries, keys, None, None, padded=True)
+        return _stepped(state, ranking, mass, positions)
+    received = evidence.received(
+        slots, queries, attention, placement=config.placement, decay=ranking.decay, temper=ranking.temper
+    )
+    return retire_by(state, config, ranking, received)
+
+
 def attend_and_retire(
     state: S,
     config: Retention,
@@ -168,11 +195,26 @@ def attend_and_retire(
     Returns:
         output [N, G, 1, Dv] and the state with S = 0.
     """
-    slots = state.slots
     if not _steps(state, config):
-        output, attention = ops.attend(queries, keys, values, slots.positions, scale=scale, temper=ranking.temper)
+        output, attention = ops.attend(queries, keys, values, state.slots.positions, scale=scale, temper=ranking.temper)
         return output, retire_by(state, config, ranking, attention if ranking.attended else None)
-    output, mass, positions = ops.attend_step(
+    made, mass, positions = _attend_step(state, config, ranking, queries, keys, values, scale, padded=False)
+    return cast(mx.array, made), _stepped(state, ranking, mass, positions)
+
+
+def _attend_step(
+    state: State,
+    config: Retention,
+    ranking: Ranking,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array | None,
+    scale: float | None,
+    *,
+    padded: bool,
+) -> tuple[mx.array | None, mx.array, mx.array]:
+    slots = state.slots
+    return ops.attend_step(
         queries,
         keys,
         values,
@@ -182,6 +224,7 @@ def attend_and_retire(
         scale=scale,
         temper=ranking.temper,
         arrived=slots.arrived,
+        padded=padded,
         decay=ranking.decay,
         counted=ranking.counted,
         noise=ranking.noise,
@@ -192,7 +235,6 @@ def attend_and_retire(
         sink=config.sink,
         recent=config.recent_rows,
     )
-    return output, _stepped(state, ranking, mass, positions)
 
 
 def _steps(state: State, config: Retention) -> bool:

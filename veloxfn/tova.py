@@ -20,7 +20,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
 from veloxfn.reading import get_kv
-from veloxfn.retention import Ranking, retire_by
+from veloxfn.retention import Ranking, retire_by, retire_by_query
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -132,6 +132,8 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.evidence("tova", state.slots, queries, attention, refused=one)
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
+    if count == 1:
+        return retire_by_query(state, config, ranking(config, state), queries, attention)
     if queries is not None:
         attention = attention_of_last(state.slots, queries, 1, placement=config.placement)[0].squeeze(1)
     return retire_by(state, config, ranking(config, state), attention)

@@ -1,12 +1,14 @@
 // Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads), a SIMD group per
 // four slots at a time, its lanes over the dimensions. attend_combine.metal joins the parts.
 //
-//   logits[h, j] = scale q_h . k_j where slot j is visible to head h and this is finite, else -inf
-//   partial = sum exp(logits - top) v over the part, and stats: top = the maximum of its logits, sum = that of
-//   exp(logits - top), and both of the tempered logits, (logits + noise) / heat
+// scratch [N, parts, ..] holds for each head of a part, one after the other:
+//   top, the maximum of its logits; the sum of exp(logit - top); both of the tempered logits, (logit + noise) / heat
+//   sum of exp(logit - top) v, [DV], where VALUED
+//   logit_j = scale q_h . k_j where slot j is visible to head h and this is finite, else -inf, where RECEIVES
 //
 // Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, SCALE (int, the bits of
-// a float), VALUED, RECEIVES (whether the mass is asked for), LIMITED (by `until`), TEMPERED, NOISY, RECIPE (bool): heat and names are made here, for one query.
+// a float), VALUED, RECEIVES (whether the mass is asked for), LIMITED (by `until`),
+// GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE (bool): heat and names are made here, for one query.
 
 constexpr int E = (D + 31) / 32;
 constexpr int EV = (DV + 31) / 32;
@@ -26,6 +28,8 @@ const float scale = as_type<float>(uint(SCALE));
 const uint each = (length + parts - 1) / parts;
 const uint begin = part * each;
 const uint end = min(begin + each, length);
+const uint block = 4 + (VALUED ? DV : 0) + (RECEIVES ? each : 0u);
+auto mine = scratch + ulong(row * parts + part) * heads * block;
 threadgroup float group_tops[8 * HEADS];
 threadgroup float group_sums[8 * HEADS];
 threadgroup float group_outputs[8 * DV];
@@ -64,6 +68,7 @@ for (int h = 0; h < HEADS; h++) {
   warmth[h] = 1.0f;
   if (TEMPERED) warmth[h] = RECIPE ? temperature(rise, int(newest[row]) - 1) : float(heat[row * count + head % count]);
   limit[h] = LIMITED ? int(until[row * count + head % count]) : 0x7FFFFFFF;
+  if (GUARDED && arrived[row] < 0) limit[h] = -1;
 }
 
 for (uint j = begin + group * U; j < end; j += groups * U) {
@@ -100,7 +105,7 @@ for (uint j = begin + group * U; j < end; j += groups * U) {
       const bool visible = place[u] >= 0 && place[u] <= limit[h] && finite(x[u][h]);
       x[u][h] = visible ? x[u][h] : -INFINITY;
       if (RECEIVES && lane == uint(u) && j + u < end && first + h < heads) {
-        logits[(row * heads + first + h) * length + j + u] = x[u][h];
+        mine[(first + h) * block + 4 + (VALUED ? DV : 0) + j + u - begin] = x[u][h];
       }
     }
   }
@@ -165,9 +170,8 @@ if (TEMPERED) {
       const float one = group_sums[g * HEADS + lane];
       if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + lane] - highest);
     }
-    const uint at = 4 * ((row * parts + part) * heads + first + lane);
-    stats[at + 2] = highest;
-    stats[at + 3] = sum;
+    mine[(first + lane) * block + 2] = highest;
+    mine[(first + lane) * block + 3] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -188,9 +192,8 @@ for (int h = 0; h < HEADS; h++) {
       if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - highest);
     }
     if (group == 0 && lane == 0) {
-      const uint at = 4 * ((row * parts + part) * heads + first + h);
-      stats[at] = highest;
-      stats[at + 1] = sum;
+      mine[(first + h) * block] = highest;
+      mine[(first + h) * block + 1] = sum;
     }
     if (VALUED) {
       const float kept = total[h] > 0.0f ? exp(top[h] - highest) : 0.0f;
@@ -201,7 +204,7 @@ for (int h = 0; h < HEADS; h++) {
       for (uint d = group * 32 + lane; d < DV; d += groups * 32) {
         float joined = 0.0f;
         for (uint g = 0; g < groups; g++) joined += group_outputs[g * DV + d];
-        partial[((row * parts + part) * heads + first + h) * DV + d] = joined;
+        mine[(first + h) * block + 4 + d] = joined;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

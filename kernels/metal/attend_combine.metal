@@ -2,16 +2,19 @@
 //
 //   attention_j = sum_h weight_t exp(logits[h, j] - top_h) / total_h / query heads   (of the tempered logits, if any)
 //
-// Template: T (type), DV, COUNT (int), VALUED, RECEIVES, TEMPERED, NOISY, RECIPE, WEIGHTED (bool).
+// scratch as in attend.metal. Template: T (type), DV, COUNT, ALL (int, heads), VALUED, RECEIVES, TEMPERED, NOISY, RECIPE, WEIGHTED (bool).
 
 const uint row = threadgroup_position_in_grid.x;
 const uint here = thread_position_in_threadgroup.x;
 const uint lanes = threads_per_threadgroup.x;
 const uint lane = here % 32;
 const uint length = positions_shape[1];
-const uint heads = stats_shape[2];
-const uint parts = stats_shape[1];
+const uint heads = ALL;
+const uint parts = scratch_shape[1];
 const uint count = COUNT;
+const uint each = (length + parts - 1) / parts;
+const uint block = 4 + (VALUED ? DV : 0) + (RECEIVES ? each : 0u);
+auto blocks = scratch + ulong(row) * parts * heads * block;
 threadgroup float plain_top[128];
 threadgroup float plain_total[128];
 threadgroup float mass_top[128];
@@ -22,9 +25,9 @@ threadgroup uint high[128];
 threadgroup float joined[1024];
 
 for (uint h = here / 32; h < heads; h += lanes / 32) {
-  const uint at = 4 * ((row * parts + lane) * heads + h);
-  float top = lane < parts ? float(stats[at]) : -INFINITY;
-  float total = lane < parts ? float(stats[at + 1]) : 0.0f;
+  const uint at = (min(lane, parts - 1) * heads + h) * block;
+  float top = lane < parts ? float(blocks[at]) : -INFINITY;
+  float total = lane < parts ? float(blocks[at + 1]) : 0.0f;
   float highest = simd_max(top);
   total = simd_sum(total > 0.0f ? total * exp(top - highest) : 0.0f);
   if (lane == 0) {
@@ -32,8 +35,8 @@ for (uint h = here / 32; h < heads; h += lanes / 32) {
     plain_total[h] = total;
   }
   if (TEMPERED) {
-    top = lane < parts ? float(stats[at + 2]) : -INFINITY;
-    total = lane < parts ? float(stats[at + 3]) : 0.0f;
+    top = lane < parts ? float(blocks[at + 2]) : -INFINITY;
+    total = lane < parts ? float(blocks[at + 3]) : 0.0f;
     highest = simd_max(top);
     total = simd_sum(total > 0.0f ? total * exp(top - highest) : 0.0f);
   }
@@ -67,9 +70,9 @@ if (VALUED) {
     if (i < elements && strip < strips) {
       const uint h = i / DV;
       for (uint p = strips > 1 ? strip : 0u; p < parts; p += strips) {
-        const uint at = (row * parts + p) * heads + h;
-        const float top = stats[4 * at];
-        if (top > -INFINITY) sum += exp(top - plain_top[h]) * partial[at * DV + i % DV];
+        const uint at = (p * heads + h) * block;
+        const float top = blocks[at];
+        if (top > -INFINITY) sum += exp(top - plain_top[h]) * blocks[at + 4 + i % DV];
       }
     }
     if (strips > 1) {
@@ -89,7 +92,7 @@ for (uint j = RECEIVES ? here : length; j < length; j += lanes) {
   const int position = positions[row * length + j];
   float received = 0.0f;
   for (uint h = 0; h < heads; h++) {
-    float x = logits[(row * heads + h) * length + j];
+    float x = blocks[(j / each * heads + h) * block + 4 + (VALUED ? DV : 0) + j % each];
     if (x > -INFINITY && mass_scale[h] > 0.0f) {
       if (NOISY) x += hashed_gumbel(low[h], high[h], position);
       if (TEMPERED) x = x / warmth[h];

@@ -26,10 +26,10 @@ __all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", 
 _TEMPER_INPUTS = ("heat", "names", "newest", "rise", "seed", "streams")
 KERNEL = Kernel(
     "attend",
-    ("queries", "keys", "values", "positions", "until", *_TEMPER_INPUTS),
-    ("logits", "stats", "partial"),
+    ("queries", "keys", "values", "positions", "until", "arrived", *_TEMPER_INPUTS),
+    ("scratch",),
 )
-_COMBINE_INPUTS = ("logits", "stats", "partial", "positions", *_TEMPER_INPUTS, "weights")
+_COMBINE_INPUTS = ("scratch", "positions", *_TEMPER_INPUTS, "weights")
 COMBINE = Kernel("attend_combine", _COMBINE_INPUTS, ("output", "attention"))
 FINISH = Kernel(
     "attend_finish",
@@ -140,7 +140,7 @@ def reference(
 def attend_step(
     queries: mx.array,
     keys: mx.array,
-    values: mx.array,
+    values: mx.array | None,
     positions: mx.array,
     seen: mx.array,
     mass: mx.array | None,
@@ -148,6 +148,7 @@ def attend_step(
     scale: float | None = None,
     temper: Temper | None = None,
     arrived: mx.array | None = None,
+    padded: bool = False,
     decay: float = 1.0,
     counted: mx.array | None = None,
     noise: mx.array | None = None,
@@ -158,19 +159,20 @@ def attend_step(
     sink: int,
     recent: int,
     backend: str | None = None,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array | None, mx.array, mx.array]:
     """`attend` for one token, then `evict_step` with the attention: two launches on a GPU.
 
     Args:
         queries: [N, G, 1, D] of the token that arrived last.
         keys: [N, n, D].
-        values: [N, n, Dv].
+        values: [N, n, Dv]; None = no output is asked for.
         positions: [N, n] int32 of the slots, -1 = free.
         seen: [N] int32, arrivals so far.
         mass: [N, n] float32; None = 0.
-        scale: see `attend`.
+        scale: see `attend`; without values it is D ** -0.5.
         temper: see `attend`.
         arrived: see `evict_step`, as the others.
+        padded: whether the token may be padded (`arrived` is -1): its query sees nothing then.
         decay: what the masses keep.
         counted: [N] int32.
         noise: [N, n] float32.
@@ -183,7 +185,7 @@ def attend_step(
         backend: see `veloxfn.ops.launch.backend_for`.
 
     Returns:
-        output [N, G, 1, Dv], mass [N, n] float32 and positions [N, n] int32 after the eviction.
+        output [N, G, 1, Dv] or None, mass [N, n] float32 and positions [N, n] int32 after the eviction.
 
     Raises:
         ValueError: more than one query, or one of noise and tau without the other.
@@ -193,9 +195,23 @@ def attend_step(
         raise ValueError(f"attend_step takes the query of one token, got S = {count}")
     if (noise is None) != (tau is None):
         raise ValueError("noise and tau go together: give both or neither")
+    if padded and arrived is None:
+        raise ValueError("padded=True needs arrived")
     backend = backend_for(backend)
     if backend == "reference" or not _fits(queries, keys, values):
-        output, attention = attend(queries, keys, values, positions, scale=scale, temper=temper, backend=backend)
+        until = None
+        if values is None or padded:
+            until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
+            until = mx.where(arrived >= 0, until, -1) if padded and arrived is not None else until
+        if values is None:
+            output, attention = (
+                None,
+                attention_mass(queries, keys, positions, cast(mx.array, until), None, temper, backend=backend),
+            )
+        else:
+            output, attention = attend(
+                queries, keys, values, positions, until, scale=scale, temper=temper, backend=backend
+            )
         stepped = evict_step(
             positions,
             seen,
@@ -214,7 +230,9 @@ def attend_step(
         )
         return output, *stepped
     scale = dim**-0.5 if scale is None else scale
-    parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend, attended)
+    parts = _parts(
+        queries, keys, values, positions, None, scale, temper, None, backend, attended, arrived if padded else None
+    )
     made = launch(
         FINISH,
         backend,
@@ -227,7 +245,7 @@ def attend_step(
         groups=(rows, 1, 1),
         threads=_FINISH_LANES,
     )
-    return made[0], made[1], made[2]
+    return made[0] if values is not None else None, made[-2], made[-1]
 
 
 def visible_mass(
@@ -295,6 +313,7 @@ def _parts(
     weights: mx.array | None,
     backend: str,
     attended: bool = True,
+    arrived: mx.array | None = None,
 ) -> _Parts:
     rows, groups, count, dim = queries.shape
     length, heads = positions.shape[1], groups * count
@@ -304,11 +323,13 @@ def _parts(
         together *= 2
     chunks = -(-heads // together)
     parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), -(-length // _LEAST_SLOTS)))
+    block = 4 + (0 if values is None else wide) + (-(-length // parts) if attended else 0)
     tempering = _tempering(temper, rows, heads, count)
     template: dict[str, int | bool | mx.Dtype] = {
         "T": queries.dtype,
         "DV": wide,
         "COUNT": count,
+        "ALL": heads,
         "VALUED": values is not None,
         "RECEIVES": attended,
         "TEMPERED": temper is not None,
@@ -324,19 +345,23 @@ def _parts(
             keys if values is None else values,
             positions,
             until,
+            arrived,
             *tempering,
         ],
-        [
-            ((rows, heads, length), mx.float32) if attended else None,
-            ((rows, parts, heads, 4), mx.float32),
-            None if values is None else ((rows, parts, heads, wide), mx.float32),
-        ],
-        template={**template, "D": dim, "HEADS": together, "SCALE": _bits(scale), "LIMITED": until is not None},
+        [((rows, parts, heads * block), mx.float32)],
+        template={
+            **template,
+            "D": dim,
+            "HEADS": together,
+            "SCALE": _bits(scale),
+            "LIMITED": until is not None,
+            "GUARDED": arrived is not None,
+        },
         groups=(rows, parts, chunks),
         threads=_LANES,
     )
     return _Parts(
-        [*[None] * (not attended), *made, *[None] * (values is None), positions, *tempering, weights],
+        [made[0], positions, *tempering, weights],
         None if values is None else ((rows, groups, count, wide), queries.dtype),
         {**template, "WEIGHTED": weights is not None},
     )
