@@ -8,10 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from veloxfn import draws, ops
+from veloxfn import draws, keyformer, ops
 from veloxfn.ops import launch
 from veloxfn.ops.admit import reference as admit_reference
 from veloxfn.ops.evict_step import reference as evict_reference
+from veloxfn.ops.key_norms import reference as norms_reference
 from veloxfn.ops.noise import _keyed
 from veloxfn.ops.weakest import KERNEL, shielded
 from veloxfn.ops.weakest import reference as weakest_reference
@@ -19,10 +20,10 @@ from veloxfn.testing import emulation
 from veloxfn.testing.drive import bits
 
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
-SIZES = [1, 2, 31, 32, 33, 513, 1024, 1025, 2049, 4097]
+SIZES = [1, 2, 31, 32, 33, 513, 2049, 4097]
 ROWS = [1, 2, 512]
 # Row lengths with batches: every length in a batch of two, every batch with a short and a long row; all of them deep.
-SHAPES = list(itertools.product(ROWS, SIZES)) if DEEP else [(2, n) for n in SIZES] + [(512, 33), (1, 4097)]
+SHAPES = list(itertools.product(ROWS, SIZES)) if DEEP else [(2, n) for n in SIZES[:-1]] + [(512, 33), (1, 4097)]
 FAR = 2**20  # more recent tokens than there are: `seen - FAR` says which are protected
 
 
@@ -104,7 +105,7 @@ def test_weakest_equals_its_reference(backend, rows, length):
             assert (where == 1000).all(), "the only slot that is not protected"
 
 
-@pytest.mark.parametrize(("sink", "recent"), [(0, 0), (0, 5), (3, 0), (4, 28), (1, 31)])
+@pytest.mark.parametrize(("sink", "recent"), [(0, 5), (4, 28)])
 def test_weakest_protects_sinks_and_recent_tokens(backend, sink, recent):
     length = 33
     positions, seen = mx.arange(length, dtype=mx.int32)[None], mx.array([length], mx.int32)
@@ -134,7 +135,7 @@ def evidence(rule, rows, length, kind="ties", seed=0):
         "mass": drawn(kind, rows, length, seed),
         "attention": mx.abs(drawn("ties", rows, length, seed + 1)),
         "decay": (0.5, 0.9, 0.0)[seed % 3],
-        "counted": mx.full((rows,), 1000 + length, mx.int32),
+        "counted": mx.full((rows,), 1000 + length // 2, mx.int32),  # younger slots: at least one query
         "noise": drawn("ties", rows, length, seed + 2),
     }
     given = {word: some[word] for word in words if word != "low"}
@@ -191,6 +192,92 @@ def test_admit_equals_its_reference(backend, columns):
         assert len(have.columns) == columns
         for one, other in zip((*have[:3], *have.columns), (*want[:3], *want.columns), strict=True):
             assert same(one, other), (rows, length)
+
+
+# Of norms: sums of up to 256 squares in another order.
+NORM_ERROR = {"rtol": 2e-6, "atol": 0.0}
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(1, mx.float16), (80, mx.bfloat16), (256, mx.float32)])
+def test_the_norm_of_an_arrival_is_that_of_a_block_bit_for_bit(backend, dim, dtype):
+    draw = np.random.default_rng(dim)
+    keys = mx.array(draw.standard_normal((70, 1, dim)).astype(np.float32)).astype(dtype)
+    norms = ops.key_norms(keys, backend=backend)
+    assert norms.shape == (70, 1)
+    assert np.allclose(norms, on_cpu(norms_reference, keys), **NORM_ERROR)
+    positions = mx.where(mx.arange(33) == 7, -1, mx.arange(33, dtype=mx.int32)) * mx.ones((70, 1), mx.int32)
+    seen, column = mx.full((70,), 40, mx.int32), drawn("special", 70, 33)
+    have = ops.admit(positions, seen, [(column, ops.KeyNorm(keys))], backend=backend)
+    assert np.array_equal(have.slot, np.full((70, 1), 7))
+    assert np.array_equal(bits(have.columns[0][:, 7]), bits(norms[:, 0]))
+    others = np.arange(33) != 7
+    assert np.array_equal(bits(have.columns[0])[:, others], bits(column)[:, others])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 60000.0, 0.0])
+def test_norms_of_keys_that_hold_anything(backend, bad):
+    keys = mx.where(mx.arange(40) == 33, bad, mx.zeros((3, 5, 40))).astype(mx.float16)
+    have, want = ops.key_norms(keys, backend=backend), on_cpu(norms_reference, keys)
+    assert have.shape == (3, 5)
+    assert np.allclose(have, want, **NORM_ERROR, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**64 - 1])
+def test_admit_draws_what_the_draws_say(backend, seed):
+    rows, length = 40, 33
+    positions = mx.where(mx.arange(length) == 5, -1, mx.arange(length, dtype=mx.int32)) * mx.ones((rows, 1), mx.int32)
+    seen = mx.array(np.random.default_rng(0).integers(length, 2**29, rows).astype(np.int32))
+    streams = mx.array([0, 1, 2**16, 2**32 - 1] * 10, mx.uint32)
+    columns = [(mx.ones((rows, length)), 0.0), (mx.zeros((rows, length)), ops.Gumbel(seed, streams))]
+    have = ops.admit(positions, seen, columns, backend=backend)
+    want = on_cpu(draws.gumbel, seed, streams, seen[:, None])
+    assert np.allclose(have.columns[1][:, 5:6], want, rtol=2e-6, atol=2e-6)
+    assert not mx.any(have.columns[0][:, 5])
+    assert mx.sum(have.columns[0]).item() == rows * (length - 1)
+    assert mx.sum(mx.abs(have.columns[1]) > 0).item() == rows
+
+
+@pytest.mark.parametrize("kinds", [("gumbel",), ("norm",), ("gumbel", "norm"), ("zero", "norm")])
+def test_entries_in_any_order(backend, kinds):
+    positions, seen = mx.array([[0, -1, 1], [-1, 0, 1]], mx.int32), mx.array([2, 2], mx.int32)
+    keys = mx.random.normal((2, 1, 40), key=mx.random.key(0))
+    some = {"norm": ops.KeyNorm(keys), "gumbel": ops.Gumbel(3, mx.arange(2, dtype=mx.uint32)), "zero": 0.0}
+    columns = [(drawn("normal", 2, 3, i), some[kind]) for i, kind in enumerate(kinds)]
+    have = ops.admit(positions, seen, columns, backend=backend)
+    want = on_cpu(admit_reference, positions, seen, columns)
+    for one, other in zip(have.columns, want.columns, strict=True):
+        assert np.allclose(one, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tau_init": 0.5, "tau_end": 2.0, "anneal_steps": 9},
+        {"tau_init": 3.0, "tau_end": 0.7, "anneal_steps": 7, "anneal_from": 4},
+        {"tau_init": 0.1, "anneal_steps": 0},
+        {"tau": 0.3},
+        {"tau": 0.0},
+        {"tau_init": 0.0, "tau_end": 1.0, "anneal_steps": 2**31 - 1},
+        {"anneal_from": 2**31 - 1},
+    ],
+)
+def test_a_schedule_is_its_temperatures_bit_for_bit(backend, settings):
+    config = keyformer.Config(budget=8, noise="additive", **settings)
+    seen = mx.array([1, 2, 5, 8, 9, 10, 11, 40, 2**20], mx.int32)
+    tau = on_cpu(keyformer.temperature, config, mx.maximum(seen - 1 - config.anneal_from, 0))
+    positions, mass = mx.zeros((9, 33), mx.int32) + mx.arange(33, dtype=mx.int32), drawn("normal", 9, 33)
+    noise, options = drawn("normal", 9, 33, 1), {"sink": 0, "recent": 0, "backend": backend}
+    given = ops.evict_step(positions, seen, mass, noise=noise, tau=tau, **options)
+    made = ops.evict_step(
+        positions, seen, mass, noise=noise, tau=tau, schedule=keyformer.schedule_of(config), **options
+    )
+    assert same(made[1], given[1])
+    source = """
+        const uint lane = thread_position_in_threadgroup.x;
+        if (lane < uint(seen_shape[0])) made[lane] = temperature(schedule, seen[lane] - 1);
+    """
+    have = probe(backend, source, {"made": (seen.shape, mx.float32)}, seen=seen, schedule=keyformer.schedule_of(config))
+    assert same(have[0], tau)
 
 
 def probe(backend, source, outputs, **inputs):
@@ -250,3 +337,28 @@ def test_noise_is_that_of_the_draws(backend):
     assert mx.array_equal(have, on_cpu(_keyed, *arguments)), "the bits exactly"
     assert np.allclose(gumbel, on_cpu(draws.hashed_gumbel, *arguments), rtol=2e-6, atol=2e-6)
     assert mx.all(mx.isfinite(gumbel))
+
+
+def test_names_are_those_of_the_draws(backend):
+    draw = np.random.default_rng(1)
+    streams, heads, when = (mx.array(draw.integers(0, 2**32, 256, dtype=np.uint32)) for _ in range(3))
+    streams = mx.where(mx.arange(256) < 2, mx.array([0, 2**32 - 1] * 128, mx.uint32), streams)
+    source = """
+        const uint i = thread_position_in_threadgroup.x;
+        const ulong name = named(named(named(name_of(seed), streams[i]), heads[i]), when[i]);
+        name_low[i] = uint(name);
+        name_high[i] = uint(name >> 32);
+    """
+    for seed in (0, 1, 2**32, 2**64 - 1):
+        low, high = probe(
+            backend,
+            source,
+            {"name_low": ((256,), mx.uint32), "name_high": ((256,), mx.uint32)},
+            seed=mx.array([seed & 0xFFFFFFFF, seed >> 32], mx.uint32),
+            streams=streams,
+            heads=heads,
+            when=when,
+        )
+        want = on_cpu(draws.names, seed, streams, heads, when)
+        assert mx.array_equal(low, want.astype(mx.uint32))
+        assert mx.array_equal(high, (want >> 32).astype(mx.uint32))
