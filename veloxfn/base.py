@@ -48,8 +48,9 @@ class Retention:
             budget + 1 rows at once.
         placement: where a kept key is seen: `Absolute()` keeps the position it arrived with, `Contiguous(rope)` turns
             it to its rank among the kept ones.
-        cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each,
-            in one lazy graph of S steps.
+        cadence: "block" scores and evicts a block at once; "token" absorbs it one token at a time, evicting after each:
+            one lazy graph of S steps, or on a GPU one launch with H2O, TOVA and Keyformer at absolute positions and
+            independent rows.
         shared_heads: consecutive rows that share one kept set (their importance is averaged); such rows have the same
             `valid`. 1 = independent.
         sink: first arrivals of a row that are never evicted.

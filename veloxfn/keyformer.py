@@ -179,7 +179,8 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         valid: [N, S] bool, False = padded arrival, which is not stored and not counted; None = all valid.
 
     Raises:
-        ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
+        ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token" where a block is not
+            one launch.
         TypeError: another dtype than the state's.
     """
     drawn = Gumbel(config.seed, state.slots.streams) if config.noise == "additive" else 0.0
