@@ -272,11 +272,16 @@ def test_a_schedule_is_its_temperatures_bit_for_bit(backend, settings):
         positions, seen, mass, noise=noise, tau=tau, schedule=keyformer.schedule_of(config), **options
     )
     assert same(made[1], given[1])
-    source = """
+    first, rise, falls, steps, start = keyformer.schedule_of(config).template.values()
+    source = f"""
         const uint lane = thread_position_in_threadgroup.x;
-        if (lane < uint(seen_shape[0])) made[lane] = temperature(schedule, seen[lane] - 1);
+        const float rise = as_type<float>({rise}u);
+        const float first = as_type<float>({first}u);
+        if (lane < uint(seen_shape[0])) {{
+          made[lane] = temperature(first, {int(falls)} ? -rise : rise, {steps}, {start}, seen[lane] - 1);
+        }}
     """
-    have = probe(backend, source, {"made": (seen.shape, mx.float32)}, seen=seen, schedule=keyformer.schedule_of(config))
+    have = probe(backend, source, {"made": (seen.shape, mx.float32)}, seen=seen)
     assert same(have[0], tau)
 
 

@@ -29,7 +29,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.ops import Gumbel, Temper
 from veloxfn.ops.attention_mass import Recipe
-from veloxfn.ops.constants import constant, numbers, schedule
+from veloxfn.ops.constants import Schedule, constant, numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by_query
 from veloxfn.slots import arrival_positions
@@ -108,8 +108,8 @@ class Config(Retention):
                 f"tau is a constant temperature, it cannot stand beside a schedule: got tau={self.tau}, "
                 f"tau_init={self.tau_init}, tau_end={self.tau_end}"
             )
-        checks.integer("anneal_steps", self.anneal_steps, low=0)
-        checks.integer("anneal_from", self.anneal_from, low=0)
+        checks.integer("anneal_steps", self.anneal_steps, low=0, high=2**31 - 1)
+        checks.integer("anneal_from", self.anneal_from, low=0, high=2**31 - 1)
         checks.integer("seed", self.seed, low=0, high=2**64 - 1)
         checks.choice("query_source", self.query_source, ("true", "key_proxy"))
 
@@ -245,10 +245,9 @@ def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:
     return Temper(tau, names, recipe)
 
 
-def schedule_of(config: Config) -> mx.array:
-    """The schedule as kernels take it: the bits of tau_init and of the rise, steps, start: [4] uint32."""
-    first, last = config.temperatures
-    return schedule(first, last - first, config.anneal_steps if first != last else 0, config.anneal_from)
+def schedule_of(config: Config) -> Schedule:
+    """The temperature's schedule."""
+    return Schedule(*config.temperatures, config.anneal_steps, config.anneal_from)
 
 
 def update_batched(

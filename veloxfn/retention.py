@@ -13,7 +13,7 @@ import mlx.core as mx
 from veloxfn import evidence, ops
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import Dispose, drop
-from veloxfn.ops.constants import numbers
+from veloxfn.ops.constants import Schedule, numbers
 from veloxfn.ops.evict_step import importance_of, kept_by, updated_mass
 from veloxfn.ops.weakest import order_of, shielded
 from veloxfn.placement import seen_keys
@@ -98,7 +98,7 @@ class Ranking(NamedTuple):
     counted: mx.array | None = None  # [N] int32, for a ranking per query
     noise: mx.array | None = None  # [N, n] float32, added `tau` times
     tau: mx.array | None = None  # [N] float32
-    schedule: mx.array | None = None  # [4] uint32 that kernels make tau of
+    schedule: Schedule | None = None  # of tau, for kernels to make it
     keep_low: bool = False  # rank by the negative
     attended: bool = True  # by the attention; else the column does without
     temper: ops.Temper | None = None  # of the logits that the attention is made of
@@ -223,8 +223,7 @@ def _attend_step(
         None if ranking.column is None else getattr(state, ranking.column),
         scale=scale,
         temper=ranking.temper,
-        arrived=slots.arrived,
-        padded=padded,
+        arrived=slots.arrived if padded else None,
         decay=ranking.decay,
         counted=ranking.counted,
         noise=ranking.noise,

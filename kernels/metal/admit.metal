@@ -16,13 +16,14 @@ for (uint j = lane; j < length; j += lanes) {
   if (below(other, mine)) mine = other;
 }
 const uint given = lowest(mine, ranks, lane, lanes).slot;
-float entry = 0.0f;
+float norm = 0.0f;
+float drawn = 0.0f;
 if (FIRST == 3) {
-  entry = norm_of(keys, row * DIMS, DIMS, lane % 32);
+  norm = norm_of(keys, row * DIMS, DIMS, lane % 32);
 }
 if (SECOND == 4) {
   const ulong name = named(name_of(seed), streams[row]);
-  entry = hashed_gumbel(uint(name), uint(name >> 32), now);
+  drawn = hashed_gumbel(uint(name), uint(name >> 32), now);
 }
 for (uint j = lane; j < length; j += lanes) {
   const uint at = row * length + j;
@@ -31,13 +32,13 @@ for (uint j = lane; j < length; j += lanes) {
   if (FIRST > 0) {
     float value = 0.0f;
     if (FIRST == 1) value = first_fresh[row];
-    if (FIRST == 3) value = entry;
+    if (FIRST == 3) value = norm;
     first_out[at] = here ? value : first[at];
   }
   if (SECOND > 0) {
     float value = 0.0f;
     if (SECOND == 1) value = second_fresh[row];
-    if (SECOND == 4) value = entry;
+    if (SECOND == 4) value = drawn;
     second_out[at] = here ? value : second[at];
   }
 }

@@ -66,7 +66,7 @@ for (int h = 0; h < HEADS; h++) {
     high[h] = names[2 * (row * heads + head) + 1];
   }
   warmth[h] = 1.0f;
-  if (TEMPERED) warmth[h] = RECIPE ? temperature(rise, int(newest[row]) - 1) : float(heat[row * count + head % count]);
+  if (TEMPERED) warmth[h] = RECIPE ? temperature(as_type<float>(uint(FIRST)), FALLS ? -as_type<float>(uint(RISE)) : as_type<float>(uint(RISE)), STEPS, START, int(newest[row]) - 1) : float(heat[row * count + head % count]);
   limit[h] = LIMITED ? int(until[row * count + head % count]) : 0x7FFFFFFF;
   if (GUARDED && arrived[row] < 0) limit[h] = -1;
 }

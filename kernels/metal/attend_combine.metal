@@ -44,7 +44,7 @@ for (uint h = here / 32; h < heads; h += lanes / 32) {
     const float weight = WEIGHTED ? float(weights[row * count + h % count]) : 1.0f;
     mass_top[h] = highest;
     if (TEMPERED) {
-      warmth[h] = RECIPE ? temperature(rise, int(newest[row]) - 1) : float(heat[row * count + h % count]);
+      warmth[h] = RECIPE ? temperature(as_type<float>(uint(FIRST)), FALLS ? -as_type<float>(uint(RISE)) : as_type<float>(uint(RISE)), STEPS, START, int(newest[row]) - 1) : float(heat[row * count + h % count]);
     }
     if (NOISY && RECIPE) {
       const ulong name = named(named(named(name_of(seed), streams[row]), h), uint(max(int(newest[row]) - 1, 0)));

@@ -104,13 +104,10 @@ inline ulong named(ulong name, uint coordinate) {
   return mixed(name + (ulong(coordinate) + 1) * 0x1E3779B97F4A7C15ul);
 }
 
-// Temperature after t queries of a schedule: the bits of the first and of the difference to the last, steps, start.
-template <typename P>
-inline float temperature(P schedule, int t) {
-  const uint steps = schedule[2];
-  if (steps == 0) return as_type<float>(uint(schedule[0]));
-  const int done = min(max(t - int(schedule[3]), 0), int(steps));
-  return as_type<float>(uint(schedule[0])) + product(float(done) / float(steps), as_type<float>(uint(schedule[1])));
+// Temperature after t queries: from `first`, over `steps` queries from `start` on, by `rise`.
+inline float temperature(float first, float rise, int steps, int start, int t) {
+  if (steps == 0) return first;
+  return first + product(float(min(max(t - start, 0), steps)) / float(steps), rise);
 }
 
 // ---- Arithmetic.

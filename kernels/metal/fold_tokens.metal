@@ -1,18 +1,21 @@
 // One threadgroup per row: S tokens one after the other, each written, scored and followed by one eviction.
 //
 // A slot belongs to one lane, which keeps its position, mass, noise and logits to itself. Its logits are made by the
-// lane's SIMD group, which takes 16 slots at a time: 4 passes of 4 slots with 8 lanes on each. So a step has two
-// barriers: one for the softmax over all SIMD groups, one for the weakest slot.
+// lane's SIMD group, which takes 16 slots in a turn: 4 passes of 4 slots with 8 lanes on each. So a step has two
+// barriers: one for the softmax over all SIMD groups, one for the weakest slot. The key of the token itself is written
+// between the two; its logit is made from the copy in threadgroup memory.
 //
 // Template: T, Q (types of keys and queries), D, DV, HEADS, WIDTH (elements of one load, a divisor of D),
 // GROUPS (SIMD groups), SLOTS (of a lane), MASSIVE, DECAYS, AGED, OWN, TEMPERED, NAMED, NOISY, PADDED (bool).
-// limits: budget, sink, recent. rates: decay, what products of queries and keys are multiplied by.
+// limits: budget, sink, recent, rows of the buffers that are given. rates: decay, what products of queries and keys are multiplied by.
 
 constexpr uint LANES = 32 * GROUPS;
 constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;          // heads whose products are made in one pass over the keys
 constexpr uint VECTORS = (D / WIDTH + 7) / 8;             // of a key, for each of 8 lanes
 constexpr bool HOLDS = TOGETHER * VECTORS * WIDTH <= 32;  // its part of the queries, in registers
-constexpr int UNROLLED = SLOTS <= 4 ? SLOTS : 1;          // else a lane's slots are in memory of its own
+constexpr uint TURNS = VECTORS == 1 && HEADS == 1 ? 2 : 1;  // whose keys are loaded at once
+constexpr uint PASSES = 4 * TURNS;
+constexpr int UNROLLED = SLOTS <= 4 ? SLOTS : 1;  // else a lane's slots are in memory of its own
 constexpr uint QUERY_PARTS = (HEADS * D + LANES - 1) / LANES;
 constexpr uint KEY_PARTS = (D + LANES - 1) / LANES;
 constexpr uint VALUE_PARTS = (DV + LANES - 1) / LANES;
@@ -24,7 +27,7 @@ const uint lane = thread_position_in_threadgroup.x;
 const uint group = lane / 32, me = lane % 32;
 const uint sub = me % 8, part = me / 8;
 const uint own = sub * 4 + part;
-const uint length = positions_shape[1], count = fresh_keys_shape[1], size = keys_shape[1];
+const uint length = positions_shape[1], count = fresh_keys_shape[1], size = limits[3];
 const int budget = limits[0], sink = limits[1], recent = limits[2];
 const uint capacity = uint(budget) + 1;
 const float decay = rates[0], scale = rates[1];
@@ -38,10 +41,10 @@ threadgroup uint ranks[96];
 auto kept_keys = keys_out + ulong(row) * capacity * D;
 auto kept_values = values_out + ulong(row) * capacity * DV;
 for (uint i = lane; i < capacity * D; i += LANES) {
-  kept_keys[i] = i < size * D ? keys[ulong(row) * size * D + i] : T(0.0f);
+  kept_keys[i] = i < size * D ? T(keys[ulong(row) * size * D + i]) : T(0.0f);
 }
 for (uint i = lane; i < capacity * DV; i += LANES) {
-  kept_values[i] = i < size * DV ? values[ulong(row) * size * DV + i] : T(0.0f);
+  kept_values[i] = i < size * DV ? T(values[ulong(row) * size * DV + i]) : T(0.0f);
 }
 
 int position_of[SLOTS];  // -1 = free, -2 = there is no such slot
@@ -60,6 +63,8 @@ for (uint b = 0; b < SLOTS; b++) {
 uint given = lowest(mine, ranks, lane, LANES).slot;
 int now = seen[row];
 bool wanted = false;  // whether token t counts
+const uint held = group < length ? (length - group + GROUPS - 1) / GROUPS : 0;  // slots of the SIMD group
+const uint turns = (held + 15) / 16;
 
 for (int t = -1; t < int(count); t++) {
   const uint at = row * count + uint(max(t, 0));
@@ -88,7 +93,7 @@ for (int t = -1; t < int(count); t++) {
 #pragma unroll
   for (uint i = 0; i < VALUE_PARTS; i++) {
     const uint e = lane + i * LANES;
-    if (counts && e < DV) value[i] = fresh_values[ulong(at) * DV + e];
+    if (counts && e < DV) value[i] = T(fresh_values[ulong(at) * DV + e]);
   }
 
   if (counts) {
@@ -111,58 +116,77 @@ for (int t = -1; t < int(count); t++) {
           if (h < HEADS && v < D / WIDTH) part_of_query[HOLDS ? i : 0] = query[h * D + v * WIDTH + i % WIDTH];
         }
       }
-#pragma unroll (UNROLLED)
-      for (uint b = 0; b < SLOTS; b++) {
-        const uint first = b * LANES + group;
-        const uint held = first < length ? (length - first + GROUPS - 1) / GROUPS : 0;
+      for (uint turn = 0; turn < turns; turn += TURNS) {
+        uint offsets[PASSES];  // of this lane's part of a key
 #pragma unroll
-        for (uint side = 0; side < 2; side++) {
-          if (side * 16 >= held) continue;
-          float dots[TOGETHER * 4];
+        for (uint u = 0; u < PASSES; u++) {
+          const uint slot = (turn * 16 + u * 4 + part) * GROUPS + group;
+          offsets[u] = min(slot, length - 1) * D + sub * WIDTH;
+        }
+        float dots[TOGETHER * PASSES];
 #pragma unroll
-          for (uint i = 0; i < TOGETHER * 4; i++) dots[i] = 0.0f;
+        for (uint i = 0; i < TOGETHER * PASSES; i++) dots[i] = 0.0f;
 #pragma unroll (HOLDS ? VECTORS : 1)
-          for (uint n = 0; n < VECTORS; n++) {
-            const uint v = sub + n * 8;
-            if (v >= D / WIDTH) continue;
-            float x[4 * WIDTH];
+        for (uint n = 0; n < VECTORS; n++) {
+          const uint v = sub + n * 8;
+          if (v >= D / WIDTH) continue;
+          float x[PASSES * WIDTH];
 #pragma unroll
-            for (uint u = 0; u < 4; u++) {
-              const uint slot = first + ((side * 4 + u) * 4 + part) * GROUPS;
-              load_floats<WIDTH>(kept_keys + (ulong(min(slot, length - 1)) * D + v * WIDTH), x + u * WIDTH);
-            }
-            if (given % GROUPS == group) {  // whose new key is being written meanwhile
-#pragma unroll
-              for (uint u = 0; u < 4; u++) {
-                if (first + ((side * 4 + u) * 4 + part) * GROUPS != given) continue;
-#pragma unroll
-                for (uint i = 0; i < WIDTH; i++) x[u * WIDTH + i] = float(arriving[v * WIDTH + i]);
-              }
-            }
-#pragma unroll
-            for (uint h = 0; h < TOGETHER; h++) {
-              if (head + h >= HEADS) continue;
-#pragma unroll
-              for (uint i = 0; i < WIDTH; i++) {
-                const float q = HOLDS ? part_of_query[HOLDS ? (h * VECTORS + n) * WIDTH + i : 0]
-                                      : float(query[(head + h) * D + v * WIDTH + i]);
-#pragma unroll
-                for (uint u = 0; u < 4; u++) dots[h * 4 + u] = fma(q, x[u * WIDTH + i], dots[h * 4 + u]);
-              }
-            }
-          }
+          for (uint u = 0; u < PASSES; u++) load_floats<WIDTH>(kept_keys + (offsets[u] + n * 8 * WIDTH), x + u * WIDTH);
 #pragma unroll
           for (uint h = 0; h < TOGETHER; h++) {
             if (head + h >= HEADS) continue;
+#pragma unroll
+            for (uint i = 0; i < WIDTH; i++) {
+              const float q = HOLDS ? part_of_query[HOLDS ? (h * VECTORS + n) * WIDTH + i : 0]
+                                    : float(query[(head + h) * D + v * WIDTH + i]);
+#pragma unroll
+              for (uint u = 0; u < PASSES; u++) dots[h * PASSES + u] = fma(q, x[u * WIDTH + i], dots[h * PASSES + u]);
+            }
+          }
+        }
+#pragma unroll
+        for (uint h = 0; h < TOGETHER; h++) {
+          if (head + h >= HEADS) continue;
+#pragma unroll
+          for (uint w = 0; w < TURNS; w++) {
             // The sums of 4 passes over 8 lanes each; pass u ends in the lanes with sub % 4 == u.
+            const uint d = h * PASSES + w * 4;
             const bool odd = sub & 1, high = sub & 2;
-            float low_pair = odd ? dots[h * 4 + 1] : dots[h * 4];
-            float high_pair = odd ? dots[h * 4 + 3] : dots[h * 4 + 2];
-            low_pair = low_pair + simd_shuffle_xor(odd ? dots[h * 4] : dots[h * 4 + 1], 1);
-            high_pair = high_pair + simd_shuffle_xor(odd ? dots[h * 4 + 2] : dots[h * 4 + 3], 1);
+            float low_pair = odd ? dots[d + 1] : dots[d];
+            float high_pair = odd ? dots[d + 3] : dots[d + 2];
+            low_pair = low_pair + simd_shuffle_xor(odd ? dots[d] : dots[d + 1], 1);
+            high_pair = high_pair + simd_shuffle_xor(odd ? dots[d + 2] : dots[d + 3], 1);
             float dot = (high ? high_pair : low_pair) + simd_shuffle_xor(high ? low_pair : high_pair, 2);
             dot = dot + simd_shuffle_xor(dot, 4);
-            if (sub / 4 == side) logit_of[b * HEADS + head + h] = dot;
+            if (SLOTS <= 4) {
+#pragma unroll
+              for (uint b = 0; b < SLOTS; b++) {
+                if (b * 2 + sub / 4 == turn + w) logit_of[b * HEADS + head + h] = dot;
+              }
+            } else if (sub / 4 == (turn + w) % 2) {
+              logit_of[(turn + w) / 2 * HEADS + head + h] = dot;
+            }
+          }
+        }
+      }
+      if (given % GROUPS == group) {  // the token's own, in the order of the sums above
+#pragma unroll
+        for (uint h = 0; h < TOGETHER; h++) {
+          if (head + h >= HEADS) continue;
+          float dot = 0.0f;
+          for (uint v = sub; v < D / WIDTH; v += 8) {
+#pragma unroll
+            for (uint i = 0; i < WIDTH; i++) {
+              dot = fma(query[(head + h) * D + v * WIDTH + i], float(arriving[v * WIDTH + i]), dot);
+            }
+          }
+          dot = dot + simd_shuffle_xor(dot, 1);
+          dot = dot + simd_shuffle_xor(dot, 2);
+          dot = dot + simd_shuffle_xor(dot, 4);
+#pragma unroll (UNROLLED)
+          for (uint b = 0; b < SLOTS; b++) {
+            if ((b * 32 + own) * GROUPS + group == given) logit_of[b * HEADS + head + h] = dot;
           }
         }
       }
@@ -196,12 +220,6 @@ for (int t = -1; t < int(count); t++) {
         sums[h * GROUPS + group] = sum;
       }
     }
-    for (uint i = lane; i < D; i += LANES) kept_keys[ulong(given) * D + i] = arriving[i];
-#pragma unroll
-    for (uint i = 0; i < VALUE_PARTS; i++) {
-      const uint e = lane + i * LANES;
-      if (e < DV) kept_values[ulong(given) * DV + e] = value[i];
-    }
   }
   if (more) {
 #pragma unroll
@@ -215,9 +233,15 @@ for (int t = -1; t < int(count); t++) {
       if (e < D) coming[buffer * D + e] = next_key[i];
     }
   }
-  threadgroup_barrier(everywhere);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   if (!counts) continue;
 
+  for (uint i = lane; i < D; i += LANES) kept_keys[given * D + i] = coming[(buffer ^ 1) * D + i];
+#pragma unroll
+  for (uint i = 0; i < VALUE_PARTS; i++) {
+    const uint e = lane + i * LANES;
+    if (e < DV) kept_values[given * DV + e] = value[i];
+  }
   float attention[SLOTS];
 #pragma unroll (UNROLLED)
   for (uint b = 0; b < SLOTS; b++) attention[b] = 0.0f;
@@ -255,7 +279,7 @@ for (int t = -1; t < int(count); t++) {
     ranks[32 + group] = mine.low;
     ranks[64 + group] = mine.slot;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup_barrier(everywhere);
   Rank best = last_rank();
   if (me < GROUPS) best = Rank{ranks[me], ranks[32 + me], ranks[64 + me]};
   best = simd_lowest(best);

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import numbers
+from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.noise import halves, hashed_gumbel, names
@@ -63,6 +63,10 @@ def admit(
         backend: see `veloxfn.ops.launch.backend_for`.
     """
     backend = backend_for(backend)
+    columns = [
+        (column, constant(entry, (positions.shape[0], 1)) if isinstance(entry, float | int) and entry != 0 else entry)
+        for column, entry in columns
+    ]
     kinds = [_kind(entry) for _, entry in columns]
     if backend == "reference" or len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
         return reference(positions, seen, columns)
@@ -106,7 +110,7 @@ def _kind(entry: Entry) -> int:
         return _NORM
     if isinstance(entry, Gumbel):
         return _DRAWN
-    return _ZERO if isinstance(entry, float) and entry == 0.0 else _GIVEN
+    return _GIVEN if isinstance(entry, mx.array) else _ZERO
 
 
 def reference(positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.array, Entry]] = ()) -> Admitted:

@@ -9,21 +9,20 @@ On a GPU two launches, whatever the number of slots: parts of a row, each by a t
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple, cast
 
 import mlx.core as mx
 
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
-from veloxfn.ops.constants import constant
+from veloxfn.ops.constants import NO_SCHEDULE, Schedule, constant
 from veloxfn.ops.evict_step import evict_inputs, evict_step, evict_template
-from veloxfn.ops.launch import Kernel, Output, backend_for, launch
+from veloxfn.ops.launch import Kernel, Output, backend_for, bits, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 
 __all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", "visible_mass"]
 
-_TEMPER_INPUTS = ("heat", "names", "newest", "rise", "seed", "streams")
+_TEMPER_INPUTS = ("heat", "names", "newest", "seed", "streams")
 KERNEL = Kernel(
     "attend",
     ("queries", "keys", "values", "positions", "until", "arrived", *_TEMPER_INPUTS),
@@ -33,7 +32,7 @@ _COMBINE_INPUTS = ("scratch", "positions", *_TEMPER_INPUTS, "weights")
 COMBINE = Kernel("attend_combine", _COMBINE_INPUTS, ("output", "attention"))
 FINISH = Kernel(
     "attend_finish",
-    (*_COMBINE_INPUTS, "seen", "mass", "arrived", "decay", "counted", "noise", "tau", "schedule"),
+    (*_COMBINE_INPUTS, "seen", "mass", "arrived", "counted", "noise", "tau"),
     ("output", "mass_out", "positions_out"),
     bodies=("attend_combine", "evict_step"),
     aliases=(("attention", "mass_out"),),  # a lane reads what it wrote, then writes the mass there
@@ -148,12 +147,11 @@ def attend_step(
     scale: float | None = None,
     temper: Temper | None = None,
     arrived: mx.array | None = None,
-    padded: bool = False,
     decay: float = 1.0,
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
-    schedule: mx.array | None = None,
+    schedule: Schedule | None = None,
     keep_low: bool = False,
     attended: bool = True,
     sink: int,
@@ -171,13 +169,12 @@ def attend_step(
         mass: [N, n] float32; None = 0.
         scale: see `attend`; without values it is D ** -0.5.
         temper: see `attend`.
-        arrived: see `evict_step`, as the others.
-        padded: whether the token may be padded (`arrived` is -1): its query sees nothing then.
-        decay: what the masses keep.
+        arrived: [N, 1] int32, slot of the token, -1 = padded: its query sees nothing; None = none is padded.
+        decay: see `evict_step`, as the others.
         counted: [N] int32.
         noise: [N, n] float32.
         tau: [N] float32.
-        schedule: [4] uint32.
+        schedule: of tau.
         keep_low: rank by the negative.
         attended: whether the masses take in the attention.
         sink: first arrivals that are protected.
@@ -195,14 +192,12 @@ def attend_step(
         raise ValueError(f"attend_step takes the query of one token, got S = {count}")
     if (noise is None) != (tau is None):
         raise ValueError("noise and tau go together: give both or neither")
-    if padded and arrived is None:
-        raise ValueError("padded=True needs arrived")
     backend = backend_for(backend)
     if backend == "reference" or not _fits(queries, keys, values):
         until = None
-        if values is None or padded:
+        if values is None or arrived is not None:
             until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
-            until = mx.where(arrived >= 0, until, -1) if padded and arrived is not None else until
+            until = until if arrived is None else mx.where(arrived >= 0, until, -1)
         if values is None:
             output, attention = (
                 None,
@@ -230,17 +225,15 @@ def attend_step(
         )
         return output, *stepped
     scale = dim**-0.5 if scale is None else scale
-    parts = _parts(
-        queries, keys, values, positions, None, scale, temper, None, backend, attended, arrived if padded else None
-    )
+    parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend, attended, arrived)
     made = launch(
         FINISH,
         backend,
         [*parts.inputs, seen, *evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)],
         [parts.output, (positions.shape, mx.float32), (positions.shape, mx.int32)],
         template={
+            **evict_template(mass, attended, arrived, decay, counted, noise, schedule, keep_low, sink, recent),
             **parts.template,
-            **evict_template(mass, attended, decay, counted, noise, schedule, keep_low, sink, recent),
         },
         groups=(rows, 1, 1),
         threads=_FINISH_LANES,
@@ -287,7 +280,7 @@ def _launched(
         backend,
         parts.inputs,
         [parts.output, (positions.shape, mx.float32)],
-        template=parts.template,
+        template={**NO_SCHEDULE.template, **parts.template},
         groups=(positions.shape[0], 1, 1),
         threads=_FINISH_LANES,
     )
@@ -325,6 +318,7 @@ def _parts(
     parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), -(-length // _LEAST_SLOTS)))
     block = 4 + (0 if values is None else wide) + (-(-length // parts) if attended else 0)
     tempering = _tempering(temper, rows, heads, count)
+    by_recipe = temper is not None and tempering[0] is None
     template: dict[str, int | bool | mx.Dtype] = {
         "T": queries.dtype,
         "DV": wide,
@@ -334,8 +328,10 @@ def _parts(
         "RECEIVES": attended,
         "TEMPERED": temper is not None,
         "NOISY": temper is not None and temper.names is not None,
-        "RECIPE": tempering[0] is None and temper is not None,
+        "RECIPE": by_recipe,
     }
+    if by_recipe and temper is not None and temper.recipe is not None:
+        template |= temper.recipe.schedule.template
     made = launch(
         KERNEL,
         backend,
@@ -350,10 +346,11 @@ def _parts(
         ],
         [((rows, parts, heads * block), mx.float32)],
         template={
+            **NO_SCHEDULE.template,
             **template,
             "D": dim,
             "HEADS": together,
-            "SCALE": _bits(scale),
+            "SCALE": bits(scale),
             "LIMITED": until is not None,
             "GUARDED": arrived is not None,
         },
@@ -374,11 +371,6 @@ def _tempering(temper: Temper | None, rows: int, heads: int, count: int) -> list
     if temper.recipe is not None and count == 1:
         recipe = temper.recipe
         noise = [None, None] if recipe.seed is None else [halves(recipe.seed), recipe.streams]
-        return [None, None, recipe.seen, recipe.schedule, *noise]
+        return [None, None, recipe.seen, *noise]
     names = None if temper.names is None else temper.names.reshape(rows, heads).view(mx.uint32)
-    return [temper.tau, names, None, None, None, None]
-
-
-def _bits(number: float) -> int:
-    """The bits of a positive float32."""
-    return cast(int, struct.unpack("i", struct.pack("f", number))[0])
+    return [temper.tau, names, None, None, None]

@@ -4,37 +4,39 @@
     mass_j = sum_t weight_t mean_g softmax_j((q_gt . k_j / sqrt(D) + zeta_gtj) / tau_t)      tempered, with noise
 
 The block is worked through in tiles of queries, each over the slots that its last query can see, so memory and graph
-stay bounded. Products, weights and sums are float32 whatever the keys are. On a GPU the products are MLX's, and two
-kernels go over each tile of them; MLX multiplies float32 as TF32 there unless MLX_ENABLE_TF32=0, which loses nothing of
-float16 and bfloat16 keys and queries: they fit, and are scaled after.
+stay bounded. Products, weights and sums are float32 whatever the keys are. On a GPU the products are MLX's, and one
+kernel reads each tile of them once; MLX multiplies float32 as TF32 there unless MLX_ENABLE_TF32=0, which loses nothing
+of float16 and bfloat16 keys and queries: they fit, and are scaled after.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import constant
+from veloxfn.ops.constants import Schedule, constant
 from veloxfn.ops.fusion import fused, on_gpu
-from veloxfn.ops.launch import Kernel, backend_for, launch
+from veloxfn.ops.launch import Kernel, backend_for, bits, launch
 from veloxfn.ops.noise import hashed_gumbel
 from veloxfn.ops.weights import exponentials, ready, softmax
 
-__all__ = ["COLUMNS", "ROWS", "Recipe", "Temper", "attention_mass", "noisy", "reference"]
+__all__ = ["KERNEL", "Recipe", "Temper", "attention_mass", "noisy", "reference"]
 
 # Attention weights of one tile, in elements of 4 bytes: what stays in a CPU's cache, what fills a GPU.
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
-ROWS = Kernel("mass_rows", ("products", "positions", "until", "first", "scale", "weights", "heat", "names"), ("stats",))
-COLUMNS = Kernel(
-    "mass_columns",
-    ("products", "positions", "until", "first", "scale", "stats", "mass", "heat", "names"),
+KERNEL = Kernel(
+    "mass_block",
+    ("products", "positions", "until", "first", "weights", "heat", "names", "mass"),
     ("mass_out",),
 )
 _KERNEL_ELEMENTS = 2**26  # products of one tile
+_LANES = 512
+_MOST_SLOTS = 32 * _LANES
+_STRIPS = 528  # threadgroups that fill a large GPU
 _FEW_QUERIES = 32  # query heads times queries that one pass over the keys takes
 
 
@@ -42,7 +44,7 @@ class Recipe(NamedTuple):
     """What the temperature and the names of the newest token's queries come from: a kernel makes them itself."""
 
     seen: mx.array  # [N] int32: the token is at seen - 1
-    schedule: mx.array  # [4] uint32, see `veloxfn.ops.constants.schedule`
+    schedule: Schedule  # of the temperature
     seed: int | None  # names(seed, stream, head, seen - 1); None = no noise
     streams: mx.array  # [N] uint32
 
@@ -87,7 +89,10 @@ def attention_mass(
 
         few = queries.shape[1] * queries.shape[2] <= _FEW_QUERIES
         mass = visible_mass(queries, keys, positions, until, weights, temper, backend) if few else None
-        return _launched(queries, keys, positions, until, weights, temper, backend) if mass is None else mass
+        if mass is not None:
+            return mass
+        if keys.shape[1] <= _MOST_SLOTS:
+            return _launched(queries, keys, positions, until, weights, temper, backend)
     return _by_tiles(queries, keys, positions, until, weights, temper)
 
 
@@ -103,41 +108,40 @@ def _launched(
     rows, groups, count, dim = queries.shape
     length = keys.shape[1]
     heads, wide = queries.astype(mx.float32), keys.astype(mx.float32)
-    scale = constant(dim**-0.5)
-    shares = constant(1 / groups, (1,)) if weights is None else weights / groups
     heat = None if temper is None else temper.tau
     names = None if temper is None or temper.names is None else temper.names.view(mx.uint32)
-    template = {"TEMPERED": heat is not None, "NOISY": names is not None, "WEIGHTED": weights is not None}
+    slots = 1  # per lane
+    while slots * _LANES < length:
+        slots *= 2
+    template: dict[str, int | bool | mx.Dtype] = {
+        "C": slots,
+        "Q": 2 if slots <= 8 else 1,
+        "SCALE": bits(dim**-0.5),
+        "TEMPERED": heat is not None,
+        "NOISY": names is not None,
+        "WEIGHTED": weights is not None,
+    }
     tile = max(_TILE_QUERIES, _KERNEL_ELEMENTS // (rows * groups * length))
-    mass = mx.zeros((rows, length), mx.float32)
+    strips = max(1, min(-(-_STRIPS // rows), groups * min(tile, count) // 4))
+    mass = None
     for start in range(0, count, tile):
         some = min(tile, count - start)
         seen = length - count + start + some  # slots behind this are later than the tile
         part = heads[:, :, start : start + some]
-        if start:
+        if mass is not None:
             part = mx.depends([part], [mass])[0]  # one tile in memory at a time
         transposed = wide[:, None, :seen].swapaxes(2, 3)
         products = part @ transposed if groups > 1 else (part[:, 0] @ transposed[:, 0])[:, None]
-        first = constant(start, (1,), mx.int32)
-        stats = launch(
-            ROWS,
-            backend,
-            [products, positions, until, first, scale, shares, heat, names],
-            [((rows, groups, some, 2), mx.float32)],
-            template=template,
-            groups=(-(-rows * groups * some // 8), 1, 1),
-            threads=256,
-        )[0]
         mass = launch(
-            COLUMNS,
+            KERNEL,
             backend,
-            [products, positions, until, first, scale, stats, mass, heat, names],
-            [((rows, length), mx.float32)],
-            template={name: template[name] for name in ("TEMPERED", "NOISY")},
-            groups=(-(-length // 128), rows, 1),
-            threads=1024,
+            [products, positions, until, constant(start, (1,), mx.int32), weights, heat, names, mass],
+            [((rows, strips, length), mx.float32)],
+            template={**template, "BEGUN": mass is not None},
+            groups=(strips, rows, 1),
+            threads=_LANES,
         )[0]
-    return mass
+    return mx.sum(cast(mx.array, mass), axis=1)
 
 
 def _by_tiles(

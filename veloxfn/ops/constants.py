@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-__all__ = ["absent", "constant", "numbers", "schedule"]
-
-_MOST = 2**31 - 1
+__all__ = ["NO_SCHEDULE", "Schedule", "absent", "constant", "numbers"]
 
 
 @lru_cache(maxsize=32)
@@ -31,11 +29,32 @@ def constant(number: float, shape: tuple[int, ...] = (1,), dtype: mx.Dtype = mx.
     return mx.array(nested, dtype)
 
 
-@lru_cache(maxsize=64)
-def schedule(first: float, rise: float, steps: int, start: int) -> mx.array:
-    """The bits of two float32, and two numbers below 2**31: [4] uint32."""
-    bits = [struct.unpack("I", struct.pack("f", number))[0] for number in (first, rise)]
-    return mx.array([*bits, min(steps, _MOST), min(start, _MOST)], mx.uint32)
+class Schedule(NamedTuple):
+    """A temperature that goes from `first` to `last` over `steps` queries from `start` on; 0 steps = constant."""
+
+    first: float
+    last: float
+    steps: int
+    start: int
+
+    @property
+    def template(self) -> dict[str, int | bool]:
+        """As kernels take it, whose constants have no sign."""
+        rise = self.last - self.first
+        return {
+            "FIRST": _bits(self.first),
+            "RISE": _bits(abs(rise)),
+            "FALLS": rise < 0,
+            "STEPS": self.steps if rise else 0,
+            "START": self.start,
+        }
+
+
+NO_SCHEDULE = Schedule(0.0, 0.0, 0, 0)
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 def absent(dtype: mx.Dtype) -> mx.array:

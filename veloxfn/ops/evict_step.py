@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import constant, numbers
-from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
+from veloxfn.ops.constants import NO_SCHEDULE, Schedule, constant, numbers
+from veloxfn.ops.launch import Kernel, backend_for, bits, lanes_for, launch
 from veloxfn.ops.weakest import reference as weakest
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 
 KERNEL = Kernel(
     "evict_step",
-    ("positions", "seen", "mass", "attention", "arrived", "decay", "counted", "noise", "tau", "schedule"),
+    ("positions", "seen", "mass", "attention", "arrived", "counted", "noise", "tau"),
     ("mass_out", "positions_out"),
 )
 
@@ -44,7 +44,7 @@ def evict_step(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
-    schedule: mx.array | None = None,
+    schedule: Schedule | None = None,
     keep_low: bool = False,
     sink: int,
     recent: int,
@@ -57,13 +57,13 @@ def evict_step(
         seen: [N] int32, arrivals so far.
         mass: [N, n] float32; None = 0.
         attention: [N, n] float32 that the slots receive; None = 0.
-        arrived: [N, 1] int32, slot of the token whose query it is, -1 = padded: nothing decays. Needed for a decay.
+        arrived: [N, 1] int32, slot of the token whose query it is, -1 = padded: nothing decays; None = none is padded.
         decay: what the masses keep, in [0, 1].
         counted: [N] int32, queries that a slot at position 0 would have received attention from: ranks by mass per
             query. None ranks by mass.
         noise: [N, n] float32, added `tau` times to the importance; None = none.
         tau: [N] float32, given with `noise`.
-        schedule: [4] uint32 that kernels make `tau` of, as in `Recipe`; None = as given.
+        schedule: what `tau` is, seen - 1 queries after its start, for kernels to make it; None = as given.
         keep_low: rank by the negative instead.
         sink: first arrivals that are protected.
         recent: last arrivals that are protected.
@@ -74,12 +74,10 @@ def evict_step(
         is one, so that such a row loses nothing.
 
     Raises:
-        ValueError: one of noise and tau without the other, or a decay without `arrived`.
+        ValueError: one of noise and tau without the other.
     """
     if (noise is None) != (tau is None):
         raise ValueError("noise and tau go together: give both or neither")
-    if decay != 1.0 and arrived is None:
-        raise ValueError(f"decay={decay} needs arrived")
     backend = backend_for(backend)
     if backend == "reference":
         return reference(
@@ -104,7 +102,9 @@ def evict_step(
         backend,
         [positions, seen, last_mass, attended, *others],
         [(positions.shape, mx.float32), (positions.shape, mx.int32)],
-        template=evict_template(mass, attention is not None, decay, counted, noise, schedule, keep_low, sink, recent),
+        template=evict_template(
+            mass, attention is not None, arrived, decay, counted, noise, schedule, keep_low, sink, recent
+        ),
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )
@@ -118,21 +118,20 @@ def evict_inputs(
     counted: mx.array | None,
     noise: mx.array | None,
     tau: mx.array | None,
-    schedule: mx.array | None,
+    schedule: Schedule | None,
 ) -> list[mx.array | None]:
     """The kernel's inputs of these names, in this order."""
-    fades = decay != 1.0
-    given = None if schedule is not None else tau
-    return [mass, arrived if fades else None, constant(decay) if fades else None, counted, noise, given, schedule]
+    return [mass, None if decay == 1.0 else arrived, counted, noise, None if schedule is not None else tau]
 
 
 def evict_template(
     mass: mx.array | None,
     attended: bool,
+    arrived: mx.array | None,
     decay: float,
     counted: mx.array | None,
     noise: mx.array | None,
-    schedule: mx.array | None,
+    schedule: Schedule | None,
     keep_low: bool,
     sink: int,
     recent: int,
@@ -142,9 +141,12 @@ def evict_template(
         "MASSIVE": mass is not None,
         "ATTENDED": attended,
         "DECAYS": decay != 1.0,
+        "DECAY": bits(decay),
+        "GUARDED_DECAY": decay != 1.0 and arrived is not None,
         "AGED": counted is not None,
         "DRAWN": noise is not None,
         "SCHEDULED": schedule is not None,
+        **(schedule or NO_SCHEDULE).template,
         "KEEP_LOW": keep_low,
         "SINK": sink,
         "RECENT": recent,
@@ -162,7 +164,7 @@ def reference(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
-    schedule: mx.array | None = None,
+    schedule: Schedule | None = None,
     keep_low: bool = False,
     sink: int,
     recent: int,
@@ -178,9 +180,14 @@ def reference(
 
 
 def kept_by(arrived: mx.array | None, decay: float) -> mx.array | None:
-    """What masses keep [N] float32 over tokens in the slots `arrived` [N, S] int32, -1 = padded; None = all."""
-    if decay == 1.0 or arrived is None:
+    """What masses keep [N] float32 over tokens in the slots `arrived` [N, S] int32, -1 = padded; None = all.
+
+    Without `arrived`, one token of each row.
+    """
+    if decay == 1.0:
         return None
+    if arrived is None:
+        return constant(decay)
     if arrived.shape[1] == 1:
         return mx.where(arrived.squeeze(1) >= 0, mx.array(decay, mx.float32), 1.0)
     return mx.power(mx.array(decay, mx.float32), (arrived >= 0).sum(axis=1).astype(mx.float32))
@@ -200,7 +207,7 @@ def importance_of(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
-    schedule: mx.array | None = None,
+    schedule: Schedule | None = None,
     keep_low: bool = False,
 ) -> mx.array:
     """Importance [N, n]: arguments as for `evict_step`."""

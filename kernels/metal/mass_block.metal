@@ -1,0 +1,85 @@
+// Column sums of the softmax of a tile of queries, added to what the slots had: a threadgroup per (strip, row), its lanes
+// over the slots, C of them each. The queries of a strip come one after the other, Q at a time, so that every product is
+// read once.
+//
+// products [N, G, T, n] are q . k of the queries first .. first + T - 1; logit = SCALE * product, or that plus noise,
+// divided by heat. mass [N, strips, n]:
+//   mass_out_sj = mass_sj + sum over the queries of strip s of weight * softmax_j(logit)
+//
+// Template: C, Q, SCALE (int, the bits of a float), BEGUN, TEMPERED, NOISY, WEIGHTED (bool).
+
+const uint strip = threadgroup_position_in_grid.x;
+const uint strips = threadgroups_per_grid.x;
+const uint row = threadgroup_position_in_grid.y;
+const uint here = thread_position_in_threadgroup.x;
+const uint lanes = threads_per_threadgroup.x;
+const uint lane = here % 32;
+const uint group = here / 32;
+const uint groups = lanes / 32;
+const uint heads = products_shape[1];
+const uint count = products_shape[2];
+const uint seen = products_shape[3];
+const uint length = positions_shape[1];
+const uint all = until_shape[1];
+const uint queries = heads * count;
+const uint before = first[0];
+const float scale = as_type<float>(uint(SCALE));
+threadgroup float tops[16 * Q];
+threadgroup float sums[16 * Q];
+
+float taken[C];
+int place[C];
+for (int c = 0; c < C; c++) {
+  const uint j = here + c * lanes;
+  taken[c] = 0.0f;
+  place[c] = j < seen ? positions[row * length + j] : -1;
+}
+for (uint base = strip * Q; base < queries; base += strips * Q) {
+  float x[Q][C];
+  float share[Q];
+  for (int q = 0; q < Q; q++) {
+    const uint query = min(base + q, queries - 1);
+    const uint t = before + query % count;
+    auto from = products + ulong(row * queries + query) * seen;
+    for (int c = 0; c < C; c++) x[q][c] = from[min(here + c * lanes, seen - 1)];
+    const int limit = until[row * all + t];
+    const float warmth = TEMPERED ? float(heat[row * all + t]) : 1.0f;
+    const uint name = 2 * ((row * heads + query / count) * all + t);
+    const uint low = NOISY ? uint(names[name]) : 0u;
+    const uint high = NOISY ? uint(names[name + 1]) : 0u;
+    share[q] = base + q < queries ? (WEIGHTED ? float(weights[row * all + t]) : 1.0f) / float(heads) : 0.0f;
+    float top = -INFINITY;
+    for (int c = 0; c < C; c++) {
+      float logit = x[q][c] * scale;
+      logit = place[c] >= 0 && place[c] <= limit && finite(logit) ? logit : -INFINITY;
+      if (NOISY) logit += hashed_gumbel(low, high, place[c]);
+      if (TEMPERED) logit = logit / warmth;
+      x[q][c] = logit;
+      top = max(top, logit);
+    }
+    top = simd_max(top);
+    if (lane == 0) tops[q * 16 + group] = top;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int q = 0; q < Q; q++) {
+    const float top = simd_max(lane < groups ? float(tops[q * 16 + lane]) : -INFINITY);
+    float sum = 0.0f;
+    for (int c = 0; c < C; c++) {
+      x[q][c] = x[q][c] > -INFINITY ? exp(x[q][c] - top) : 0.0f;
+      sum += x[q][c];
+    }
+    sum = simd_sum(sum);
+    if (lane == 0) sums[q * 16 + group] = sum;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int q = 0; q < Q; q++) {
+    const float total = simd_sum(lane < groups ? float(sums[q * 16 + lane]) : 0.0f);
+    const float part = total > 0.0f ? share[q] / total : 0.0f;
+    for (int c = 0; c < C; c++) taken[c] += part * x[q][c];
+  }
+}
+for (int c = 0; c < C; c++) {
+  const uint j = here + c * lanes;
+  const uint at = (row * strips + strip) * length + j;
+  if (j < length) mass_out[at] = (BEGUN ? float(mass[at]) : 0.0f) + taken[c];
+}
