@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import veloxfn
-from veloxfn import Absolute, Contiguous, Rope, h2o, knorm, placement, streaming_llm, tova
+from veloxfn import Absolute, Contiguous, Rope, h2o, knorm, ops, placement, streaming_llm, tova
 from veloxfn.placement import ranks, rotate, seen_keys
 from veloxfn.slots import append, empty, take_back
 
@@ -240,7 +240,8 @@ class TestRotate:
 
         expected = turn(vectors, start, to)
         assert mx.allclose(mx.compile(turn)(vectors, start, to), expected, atol=1e-6)
-        assert mx.allclose(mx.vmap(turn)(vectors, start, to), expected, atol=1e-6)
+        with ops.using("reference"):
+            assert mx.allclose(mx.vmap(turn)(vectors, start, to), expected, atol=1e-6)
 
     def test_queries_of_several_heads(self):
         queries = mx.random.normal((2, 3, 5, 4), key=mx.random.key(0))

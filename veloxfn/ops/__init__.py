@@ -7,14 +7,17 @@ from veloxfn.ops.attend import attend, attend_step
 from veloxfn.ops.attention_mass import Temper, attention_mass
 from veloxfn.ops.attention_rows import attention_rows
 from veloxfn.ops.evict_step import evict_step
+from veloxfn.ops.fold_tokens import fold_tokens
 from veloxfn.ops.key_norms import key_norms
+from veloxfn.ops.launch import using
+from veloxfn.ops.merge_into import merge_into
+from veloxfn.ops.rotate_by import rotate_by
 from veloxfn.ops.weakest import weakest
 
 __all__ = [
     "Entry",
     "Gumbel",
     "KeyNorm",
-    "key_norms",
     "Temper",
     "admit",
     "attend",
@@ -22,5 +25,10 @@ __all__ = [
     "attention_mass",
     "attention_rows",
     "evict_step",
+    "fold_tokens",
+    "key_norms",
+    "merge_into",
+    "rotate_by",
+    "using",
     "weakest",
 ]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
 
-__all__ = ["BACKENDS", "Kernel", "backend_for", "bits", "lanes_for", "launch", "source_of"]
+__all__ = ["BACKENDS", "Kernel", "backend_for", "bits", "lanes_for", "launch", "source_of", "using"]
 
 BACKENDS = ("reference", "metal", "cuda", "host")
 
@@ -67,6 +68,22 @@ def backend_for(asked: str | None) -> str:
     if asked in available and not available[asked]():
         raise RuntimeError(f"backend={asked!r} needs MLX with {asked}, which this machine has not")
     return asked
+
+
+@contextmanager
+def using(backend: str) -> Iterator[None]:
+    """Ops take this back end inside, unless another is asked for: "reference" under `mx.vmap`, which kernels lack.
+
+    Args:
+        backend: see `backend_for`, which may raise.
+    """
+    global FORCED
+    chosen, before = backend_for(backend), FORCED
+    FORCED = chosen
+    try:
+        yield
+    finally:
+        FORCED = before
 
 
 def launch(
