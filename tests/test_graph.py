@@ -156,8 +156,8 @@ def test_lesson_42_a_thousand_steps_keep_peak_memory_flat(config):
         mx.synchronize()
         held.append(mx.get_active_memory())
         peaks.append(mx.get_peak_memory())
-    # Which of a step's small buffers overlap, or lie in which of the allocator's sizes, is up to the scheduler: a kilobyte
-    # comes and goes. The smallest array kept by each of 500 steps would be 16 bytes each.
+    # Which of a step's small buffers overlap, or lie in which of the allocator's sizes, is up to the scheduler: a
+    # kilobyte comes and goes. The smallest array kept by each of 500 steps would be 16 bytes each.
     assert max(held[2:]) - max(held[:2]) < 4000, f"memory grows with the steps: {held}"
     assert max(peaks[1:]) - held[0] <= 1.5 * (peaks[0] - held[0]), peaks
 
