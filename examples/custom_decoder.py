@@ -4,11 +4,10 @@
     LD_PRELOAD=libopenblas.so.0 python examples/custom_decoder.py     # Linux, where OpenBLAS is installed
 
 Trains a small byte-level transformer on six short texts, then reads held-out passages in blocks of 32 bytes and goes on
-byte by byte: about a minute on two CPU cores with OpenBLAS, several without it. Every layer does the same three things:
+byte by byte: about a minute on two CPU cores with OpenBLAS, several without it. Every layer does the same two things:
 
-    state = policy.absorb(state, keys, values)        # write this block's keys and values
-    keys, values = policy.candidates(state)           # attend to everything kept, and to the block
-    state = policy.evict(state, queries=queries)      # then let go of the weakest
+    state = policy.absorb(state, keys, values)           # write this block's keys and values
+    y, state = veloxfn.attend(policy, state, queries)    # attend to everything kept and the block; evict the weakest
 
 It prints the bits per byte of held-out passages with the full cache, under the budget and under a sliding window of the
 same budget, then the bytes that the model writes. After so little training the text is babble, and the model makes no
@@ -64,17 +63,13 @@ class Attention(nn.Module):
         )
 
     def step(self, x: mx.array, policy: veloxfn.Policy[Any], state: Any, offset: int) -> tuple[mx.array, Any]:
-        """A block of S tokens [B, S, DIM] under a budget: absorb, attend, evict."""
+        """A block of S tokens [B, S, DIM] under a budget: rows are batch x kv heads, with their query heads."""
         batch, count, _ = x.shape
         queries, keys, values = self.heads(x, offset)
         state = policy.absorb(state, keys.flatten(0, 1), values.flatten(0, 1))
-        kept_keys, kept_values = (mx.unflatten(kept, 0, (batch, KV_HEADS)) for kept in policy.candidates(state))
-        y = mx.fast.scaled_dot_product_attention(
-            queries, kept_keys, kept_values, scale=HEAD_DIM**-0.5, mask="causal" if count > 1 else None
-        )
         grouped = queries.reshape(batch * KV_HEADS, HEADS // KV_HEADS, count, HEAD_DIM)
-        state = policy.evict(state, queries=grouped if policy.config.needs_queries else None)
-        return self.merge(y), state
+        y, state = veloxfn.attend(policy, state, grouped)
+        return self.merge(y.reshape(batch, HEADS, count, HEAD_DIM)), state
 
 
 class Block(nn.Module):
