@@ -461,7 +461,7 @@ class Run:
         """All cases of these groups."""
         for group in names:
             cases, runner = GROUPS[group]
-            for case in cases(quick=self._options.quick):
+            for case in cases(quick=self._options.quick)[: self._options.first]:
                 label = f"{group}: {case.name}"
                 if time.monotonic() - self._begun > 60 * self._options.minutes:
                     self._left_out.append(label)
@@ -521,6 +521,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few rounds: not to quote")
     parser.add_argument("--only", default=",".join(GROUPS), help=f"groups, comma between: {', '.join(GROUPS)}")
     parser.add_argument("--minutes", type=float, default=8.0, help="no case is begun after so many (default 8)")
+    parser.add_argument("--first", type=int, metavar="K", help="the first K cases of each group")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this file")
     options = parser.parse_args(arguments)

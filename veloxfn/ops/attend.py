@@ -14,9 +14,9 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
-from veloxfn.ops.constants import NO_SCHEDULE, Schedule, constant
+from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant
 from veloxfn.ops.evict_step import evict_inputs, evict_step, evict_template
-from veloxfn.ops.launch import Kernel, Output, backend_for, bits, launch
+from veloxfn.ops.launch import Kernel, Output, backend_for, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 

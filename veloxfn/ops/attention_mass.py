@@ -15,9 +15,9 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import Schedule, constant
+from veloxfn.ops.constants import Schedule, bits, constant
 from veloxfn.ops.fusion import fused, on_gpu
-from veloxfn.ops.launch import Kernel, backend_for, bits, launch
+from veloxfn.ops.launch import Kernel, backend_for, launch
 from veloxfn.ops.noise import hashed_gumbel
 from veloxfn.ops.weights import exponentials, ready, softmax
 

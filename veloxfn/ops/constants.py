@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-__all__ = ["NO_SCHEDULE", "Schedule", "absent", "constant", "numbers"]
+__all__ = ["NO_SCHEDULE", "Schedule", "bits", "constant", "numbers"]
+
+
+def bits(number: float) -> int:
+    """The bits of a float32 that is not negative, for a template: names of kernels take no sign."""
+    return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 @lru_cache(maxsize=32)
@@ -42,8 +47,8 @@ class Schedule(NamedTuple):
         """As kernels take it, whose constants have no sign."""
         rise = self.last - self.first
         return {
-            "FIRST": _bits(self.first),
-            "RISE": _bits(abs(rise)),
+            "FIRST": bits(self.first),
+            "RISE": bits(abs(rise)),
             "FALLS": rise < 0,
             "STEPS": self.steps if rise else 0,
             "START": self.start,
@@ -51,12 +56,3 @@ class Schedule(NamedTuple):
 
 
 NO_SCHEDULE = Schedule(0.0, 0.0, 0, 0)
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("i", struct.pack("f", number))[0])
-
-
-def absent(dtype: mx.Dtype) -> mx.array:
-    """What stands in for an input that a kernel does not read."""
-    return constant(0, (1,), dtype)

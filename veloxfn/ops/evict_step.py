@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from veloxfn.ops.constants import NO_SCHEDULE, Schedule, constant, numbers
-from veloxfn.ops.launch import Kernel, backend_for, bits, lanes_for, launch
+from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
+from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.weakest import reference as weakest
 
 __all__ = [

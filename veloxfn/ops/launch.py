@@ -8,7 +8,6 @@ g++ compile it and runs it lane by lane.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -20,7 +19,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
 
-__all__ = ["BACKENDS", "Kernel", "backend_for", "bits", "lanes_for", "launch", "source_of", "using"]
+__all__ = ["BACKENDS", "Kernel", "backend_for", "lanes_for", "launch", "source_of", "using"]
 
 BACKENDS = ("reference", "metal", "cuda", "host")
 
@@ -142,11 +141,6 @@ def _variant(kernel: Kernel, absent: tuple[str, ...], unmade: tuple[str, ...]) -
         absent=absent,
         unmade=unmade,
     )
-
-
-def bits(number: float) -> int:
-    """The bits of a float32 that is not negative, for a template: names of kernels take no sign."""
-    return int(struct.unpack("i", struct.pack("f", number))[0])
 
 
 def lanes_for(length: int) -> int:
