@@ -2,11 +2,10 @@
 
 from veloxfn import h2o
 
-config = h2o.Config(budget=512)
-state = h2o.init_state(config, rows=8, key_dim=64, dtype=mx.float16)
-state = h2o.absorb(config, state, keys, values)         # write the block's K and V
-k, v = veloxfn.candidates(config, state)                # attend to everything kept and the block
-state = h2o.evict(config, state, queries=queries)       # then let go of the weakest
+policy = h2o.policy(h2o.Config(budget=512))
+state = policy.init_state(rows=8, key_dim=64, dtype=mx.float16)
+state = policy.absorb(state, keys, values)                # write the block's K and V: nothing is lost yet
+output, state = veloxfn.attend(policy, state, queries)    # attend to all of it, then let go of the weakest
 """
 
 from __future__ import annotations

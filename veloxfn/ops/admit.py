@@ -95,7 +95,12 @@ def admit(
             *((column.shape, mx.float32) for column, _ in columns),
             *[None] * (2 - len(columns)),
         ],
-        template={"FIRST": kinds[0], "SECOND": kinds[1], "DIMS": 0 if keys is None else keys.shape[2]},
+        template={
+            "FIRST": kinds[0],
+            "SECOND": kinds[1],
+            "DIMS": 0 if keys is None else keys.shape[2],
+            "T": mx.float32 if keys is None else keys.dtype,
+        },
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )

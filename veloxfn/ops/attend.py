@@ -260,7 +260,8 @@ def visible_mass(
 def _fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
     _, groups, count, dim = queries.shape
     wide = 1 if values is None else values.shape[2]
-    return groups * count <= _MOST_HEADS and dim <= _MOST_DIM and 0 < wide <= _MOST_DIM and queries.dtype == keys.dtype
+    alike = queries.dtype == keys.dtype and (values is None or values.dtype == keys.dtype)
+    return groups * count <= _MOST_HEADS and dim <= _MOST_DIM and 0 < wide <= _MOST_DIM and alike
 
 
 def _launched(

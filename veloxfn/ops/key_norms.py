@@ -34,7 +34,7 @@ def key_norms(keys: mx.array, *, backend: str | None = None) -> mx.array:
         backend,
         [keys.reshape(count, keys.shape[-1])],
         [(tuple(keys.shape[:-1]), mx.float32)],
-        template={},
+        template={"T": keys.dtype},  # no word of the body: MLX tells built kernels apart by it
         groups=(-(-count // (_LANES // 32)), 1, 1),
         threads=_LANES,
     )[0]

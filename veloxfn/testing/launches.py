@@ -76,7 +76,7 @@ def launches(function: Callable[..., Any], *arguments: Any, backend: str | None 
 
 @contextmanager
 def forced(backend: str) -> Iterator[None]:
-    """Make every op that is not told otherwise choose `backend`, whether this machine has it or not.
+    """Make every op that is not told otherwise choose `backend`; "metal" inside a trace wherever it is.
 
     A function that was compiled before keeps the choice of its trace.
 
