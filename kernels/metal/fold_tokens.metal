@@ -7,7 +7,8 @@
 //
 // Template: T, Q (types of keys and queries), D, DV, HEADS, WIDTH (elements of one load, a divisor of D),
 // GROUPS (SIMD groups), SLOTS (of a lane), MASSIVE, DECAYS, AGED, OWN, TEMPERED, NAMED, NOISY, PADDED (bool).
-// limits: budget, sink, recent, rows of the buffers that are given. rates: decay, what products of queries and keys are multiplied by.
+// limits: budget, sink, recent, rows of the buffers that are given. rates: decay, what products of queries and keys are
+// multiplied by.
 
 constexpr uint LANES = 32 * GROUPS;
 constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;          // heads whose products are made in one pass over the keys
@@ -15,7 +16,7 @@ constexpr uint VECTORS = (D / WIDTH + 7) / 8;             // of a key, for each 
 constexpr bool HOLDS = TOGETHER * VECTORS * WIDTH <= 32;  // its part of the queries, in registers
 constexpr uint TURNS = VECTORS == 1 && HEADS == 1 ? 2 : 1;  // whose keys are loaded at once
 constexpr uint PASSES = 4 * TURNS;
-constexpr int UNROLLED = SLOTS <= 4 ? SLOTS : 1;  // else a lane's slots are in memory of its own
+constexpr int UNROLLED = SLOTS <= 5 ? SLOTS : 1;  // else a lane's slots are in memory of its own
 constexpr uint QUERY_PARTS = (HEADS * D + LANES - 1) / LANES;
 constexpr uint KEY_PARTS = (D + LANES - 1) / LANES;
 constexpr uint VALUE_PARTS = (DV + LANES - 1) / LANES;
@@ -27,7 +28,7 @@ const uint lane = thread_position_in_threadgroup.x;
 const uint group = lane / 32, me = lane % 32;
 const uint sub = me % 8, part = me / 8;
 const uint own = sub * 4 + part;
-const uint length = positions_shape[1], count = fresh_keys_shape[1], size = limits[3];
+const uint length = positions_shape[1], count = queries_shape[OWN ? 2 : 1], size = limits[3];
 const int budget = limits[0], sink = limits[1], recent = limits[2];
 const uint capacity = uint(budget) + 1;
 const float decay = rates[0], scale = rates[1];
@@ -46,6 +47,7 @@ for (uint i = lane; i < capacity * D; i += LANES) {
 for (uint i = lane; i < capacity * DV; i += LANES) {
   kept_values[i] = i < size * DV ? T(values[ulong(row) * size * DV + i]) : T(0.0f);
 }
+threadgroup_barrier(everywhere);
 
 int position_of[SLOTS];  // -1 = free, -2 = there is no such slot
 float mass_of[SLOTS], noise_of[SLOTS], logit_of[SLOTS * HEADS];
@@ -123,6 +125,17 @@ for (int t = -1; t < int(count); t++) {
           const uint slot = (turn * 16 + u * 4 + part) * GROUPS + group;
           offsets[u] = min(slot, length - 1) * D + sub * WIDTH;
         }
+        float x[(HOLDS ? VECTORS : 1) * PASSES * WIDTH];
+        if (HOLDS) {
+#pragma unroll
+          for (uint i = 0; i < VECTORS * PASSES; i++) {
+            if (sub + i / PASSES * 8 >= D / WIDTH) continue;
+            load_floats<WIDTH>(kept_keys + offsets[i % PASSES] + i / PASSES * 8 * WIDTH, x + (HOLDS ? i : 0) * WIDTH);
+          }
+        }
+        // Never so, but no compiler knows: it would put loads behind the arithmetic of others, each to be waited for.
+        simdgroup_barrier(mem_flags::mem_none);
+        if (turn * 16 * GROUPS + group >= length) continue;
         float dots[TOGETHER * PASSES];
 #pragma unroll
         for (uint i = 0; i < TOGETHER * PASSES; i++) dots[i] = 0.0f;
@@ -130,9 +143,11 @@ for (int t = -1; t < int(count); t++) {
         for (uint n = 0; n < VECTORS; n++) {
           const uint v = sub + n * 8;
           if (v >= D / WIDTH) continue;
-          float x[PASSES * WIDTH];
+          if (!HOLDS) {
 #pragma unroll
-          for (uint u = 0; u < PASSES; u++) load_floats<WIDTH>(kept_keys + (offsets[u] + n * 8 * WIDTH), x + u * WIDTH);
+            for (uint u = 0; u < PASSES; u++) load_floats<WIDTH>(kept_keys + offsets[u] + n * 8 * WIDTH, x + u * WIDTH);
+          }
+          const uint from = HOLDS ? n * PASSES * WIDTH : 0;
 #pragma unroll
           for (uint h = 0; h < TOGETHER; h++) {
             if (head + h >= HEADS) continue;
@@ -141,7 +156,9 @@ for (int t = -1; t < int(count); t++) {
               const float q = HOLDS ? part_of_query[HOLDS ? (h * VECTORS + n) * WIDTH + i : 0]
                                     : float(query[(head + h) * D + v * WIDTH + i]);
 #pragma unroll
-              for (uint u = 0; u < PASSES; u++) dots[h * PASSES + u] = fma(q, x[u * WIDTH + i], dots[h * PASSES + u]);
+              for (uint u = 0; u < PASSES; u++) {
+                dots[h * PASSES + u] = fma(q, x[from + u * WIDTH + i], dots[h * PASSES + u]);
+              }
             }
           }
         }
@@ -159,7 +176,7 @@ for (int t = -1; t < int(count); t++) {
             high_pair = high_pair + simd_shuffle_xor(odd ? dots[d + 2] : dots[d + 3], 1);
             float dot = (high ? high_pair : low_pair) + simd_shuffle_xor(high ? low_pair : high_pair, 2);
             dot = dot + simd_shuffle_xor(dot, 4);
-            if (SLOTS <= 4) {
+            if (SLOTS <= 5) {
 #pragma unroll
               for (uint b = 0; b < SLOTS; b++) {
                 if (b * 2 + sub / 4 == turn + w) logit_of[b * HEADS + head + h] = dot;

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.attention_mass import Temper, attention_mass
-from veloxfn.ops.constants import absent, numbers
+from veloxfn.ops.constants import numbers
 from veloxfn.ops.evict_step import reference as evict_step
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 
@@ -49,7 +49,9 @@ KERNEL = Kernel(
     ("keys_out", "values_out", "positions_out", "mass_out", "noise_out"),
 )
 
-_LANES = 256  # of a threadgroup, at most: each may then have 255 registers of a GPU's 65536, which is as many as it can
+# Of a threadgroup, at most. A GPU has 65536 registers for it, given to four SIMD groups at a time, and a lane has what
+# the compiler wants: up to 96 fit beside 640 lanes, 128 beside 512, 168 beside 384, and the 255 that exist beside 256.
+_LANES = 640
 _MOST_SLOTS = 8192
 _THREADGROUP_BYTES = 32 * 1024
 
@@ -141,12 +143,14 @@ def fold_tokens(
     after = min(length + count, budget + 1)
 
     def room(column: mx.array, value: int = 0) -> mx.array:
+        if length == 0:  # CUDA computes nothing from an empty array
+            return mx.full((rows, after), value, column.dtype)
         return column if after == length else mx.pad(column, [(0, 0), (0, after - length)], constant_values=value)
 
     positions = room(positions, -1)
     mass = None if mass is None else room(mass)
     noise = None if noise is None else noise._replace(kept=room(noise.kept))
-    if count == 0 or backend == "reference" or not fitting:
+    if 0 in (rows, heads, count, dim) or backend == "reference" or not fitting:
         return reference(
             keys,
             values,
@@ -165,37 +169,37 @@ def fold_tokens(
             noise=noise,
             valid=valid,
         )
-    capacity, lanes, none = budget + 1, _lanes(budget), absent(mx.float32)
-    tau = noise.tau if noise is not None else temper.tau if temper is not None else none
-    named = temper is not None and temper.names is not None
+    capacity, lanes = budget + 1, _lanes(budget, dim, heads, keys.dtype.size)
+    tau = noise.tau if noise is not None else temper.tau if temper is not None else None
+    names = None if temper is None else temper.names
     asked = fresh_keys if queries is None else queries
-    nothing = absent(values.dtype)
+    columns = (positions.shape, mx.float32)
     made = launch(
         KERNEL,
         backend,
         [
-            keys,
-            values if value_dim else nothing,
+            keys if size else None,
+            values if size and value_dim else None,
             positions,
-            none if mass is None else mass,
-            none if noise is None else noise.kept,
+            mass,
+            None if noise is None else noise.kept,
             seen,
             fresh_keys,
-            fresh_values if value_dim else nothing,
+            fresh_values if value_dim else None,
             asked,
-            absent(mx.bool_) if valid is None else valid,
+            valid,
             tau,
-            temper.names.view(mx.uint32) if temper is not None and temper.names is not None else absent(mx.uint32),
-            none if noise is None else noise.drawn,
-            _integers(budget, sink, recent),
+            None if names is None else names.view(mx.uint32),
+            None if noise is None else noise.drawn,
+            _integers(budget, sink, recent, size),
             _floats(decay, dim**-0.5),
         ],
         [
             ((rows, capacity, dim), keys.dtype),
-            ((rows, capacity, value_dim) if value_dim else (1,), values.dtype),
+            ((rows, capacity, value_dim), values.dtype) if value_dim else None,
             (positions.shape, mx.int32),
-            ((1,) if mass is None else positions.shape, mx.float32),
-            ((1,) if noise is None else positions.shape, mx.float32),
+            None if mass is None else columns,
+            None if noise is None else columns,
         ],
         template={
             "T": keys.dtype,
@@ -203,7 +207,7 @@ def fold_tokens(
             "D": dim,
             "DV": value_dim,
             "HEADS": heads,
-            "WIDTH": _width(dim),
+            "WIDTH": _width(dim, keys.dtype.size),
             "GROUPS": lanes // 32,
             "SLOTS": -(-capacity // lanes),
             "MASSIVE": mass is not None,
@@ -211,20 +215,26 @@ def fold_tokens(
             "AGED": age_normalised,
             "OWN": queries is not None,
             "TEMPERED": temper is not None,
-            "NAMED": named,
+            "NAMED": names is not None,
             "NOISY": noise is not None,
             "PADDED": valid is not None,
         },
         groups=(rows, 1, 1),
         threads=lanes,
     )
-    stored = made[1] if value_dim else mx.zeros((rows, capacity, 0), values.dtype)
-    return Folded(made[0], stored, made[2], None if mass is None else made[3], None if noise is None else made[4])
+    outputs = iter(made)
+    return Folded(
+        next(outputs),
+        next(outputs) if value_dim else mx.zeros((rows, capacity, 0), values.dtype),
+        next(outputs),
+        None if mass is None else next(outputs),
+        None if noise is None else next(outputs),
+    )
 
 
 def fits(budget: int, dim: int, heads: int) -> bool:
     """Whether a kernel takes a budget, D and G: 8192 slots, and queries of two tokens in threadgroup memory."""
-    groups = _lanes(budget) // 32
+    groups = _LANES // 32
     used = 8 * dim * (heads + 1) + 8 * heads * groups + 384
     return budget < _MOST_SLOTS and used <= _THREADGROUP_BYTES
 
@@ -252,12 +262,14 @@ def reference(
     (rows, length), count = positions.shape, fresh_keys.shape[1]
     keys, values = (_resized(buffer, budget + 1) for buffer in (keys, values))
     kept = None if noise is None else noise.kept
-    for t in range(count):
+    stores = 0 not in values.shape
+    for t in range(count if rows else 0):
         now = slice(t, t + 1)
         ok = mx.ones((rows, 1), mx.bool_) if valid is None else valid[:, now]
         given = (numbers(length) == mx.argmin(positions, axis=1, keepdims=True)) & ok
         row = mx.pad(given, [(0, 0), (0, budget + 1 - length)])[..., None]
-        keys, values = mx.where(row, fresh_keys[:, now], keys), mx.where(row, fresh_values[:, now], values)
+        keys = mx.where(row, fresh_keys[:, now], keys)
+        values = mx.where(row, fresh_values[:, now], values) if stores else values
         positions = mx.where(given, seen[:, None], positions)
         until = mx.where(ok, seen[:, None] if queries is not None else mx.maximum(seen[:, None] - 1, 0), -1)
         attention = attention_mass(
@@ -295,17 +307,28 @@ def _of_token(temper: Temper, now: slice) -> Temper:
 
 def _resized(buffer: mx.array, size: int) -> mx.array:
     """The first `size` rows of a buffer [N, C', D], zeros where there are fewer."""
-    missing = size - buffer.shape[1]
+    rows, held, dim = buffer.shape
+    if 0 in buffer.shape:
+        return mx.zeros((rows, size, dim), buffer.dtype)
+    missing = size - held
     return buffer[:, :size] if missing <= 0 else mx.pad(buffer, [(0, 0), (0, missing), (0, 0)])
 
 
-def _lanes(budget: int) -> int:
-    return min(_LANES, lanes_for(budget + 1))
+def _lanes(budget: int, dim: int, heads: int, size: int) -> int:
+    """Threads of a threadgroup: as many as the registers of a kernel allow, so that many loads are under way."""
+    vectors = -(-dim // (8 * _width(dim, size)))
+    if heads > 1 or vectors > 4:
+        most = 256
+    elif vectors == 4:
+        most = 384
+    else:
+        most = 640 if budget < 640 else 512
+    return min(_LANES, most, lanes_for(budget + 1))
 
 
-def _width(dim: int) -> int:
-    """Elements of one load: 8 lanes share a key, so that all have work where the dimension allows it."""
-    widths = (8, 4, 2, 1)
+def _width(dim: int, size: int) -> int:
+    """Elements of one load, 16 bytes at most: 8 lanes share a key, so that all have work where D allows it."""
+    widths = [w for w in (8, 4, 2, 1) if w * size <= 16]
     return next((w for w in widths if dim % (8 * w) == 0), next(w for w in widths if dim % w == 0))
 
 
