@@ -52,7 +52,9 @@ def read(text: str) -> Ran:
 
 
 def short(mangled: str) -> str:
-    """The readable part of a mangled name: "_ZN3mlx4core2cu9copy_gemm..." is "copy_gemm"."""
+    """The readable part of a mangled name: "_ZN3mlx4core2cu9copy_gemm..." is "copy_gemm", ours are their bodies."""
+    if ours := re.search(r"custom_kernel_veloxfn_(\w+?)_[0-9a-f]{12}", mangled):
+        return ours[1]
     parts, rest = [], re.sub(r"^_ZN?", "", mangled)
     if rest == mangled:
         return mangled
@@ -60,7 +62,7 @@ def short(mangled: str) -> str:
         size = int(found[1])
         parts.append(rest[found.end() : found.end() + size])
         rest = rest[found.end() + size :]
-    return parts[-1] if parts else mangled
+    return (parts[-1] if parts else mangled)[:40]
 
 
 class Trace:
