@@ -1,11 +1,14 @@
 """`veloxfn.attend` by hand, and what a step with it launches on a GPU."""
 
+import threading
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import veloxfn
-from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
+from veloxfn import cam, h2o, keyformer, knorm, ops, pyramidkv, snapkv, streaming_llm, tova
+from veloxfn.ops.launch import backend_for
 from veloxfn.retention import retire
 from veloxfn.testing import claims_for, laws, normal_stream
 from veloxfn.testing.drive import live_positions, run
@@ -187,3 +190,98 @@ def test_a_step_is_five_launches(config, dtype):
     found = launches(mx.compile(step), state, keys, values, queries, backend=GPU)
     assert len(found.kernels) <= 5, found.kernels
     assert set(found.copies) <= {"-> ScatterAxis"}, "the buffers are written in place, and nothing else is copied"
+
+
+def test_attend_without_until_takes_the_newest_tokens_wherever_they_are():
+    """At full budget the first token of a block lies in the slot that was free, in front of older ones."""
+    policy = h2o.policy(h2o.Config(budget=4, sink=0, recent=1))
+    state = policy.init_state(1, 8, dtype=mx.float32)
+    stream = mx.random.normal((1, 12, 8), key=mx.random.key(0))
+    for t in range(9):
+        token = stream[:, t : t + 1]
+        _, state = veloxfn.attend(policy, policy.absorb(state, token, token), token[:, None])
+    block = stream[:, 9:]
+    state = policy.absorb(state, block, block)
+    keys, values = policy.candidates(state)
+    output, mass = ops.attend(block[:, None], keys, values, state.slots.positions)
+    want = mx.fast.scaled_dot_product_attention(
+        block[:, None], keys[:, None], values[:, None], scale=8**-0.5, mask=veloxfn.candidate_mask(policy.config, state)
+    )
+    assert mx.allclose(output, want, atol=1e-6)
+    assert mx.allclose(mass.sum(), mx.array(3.0), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [snapkv, cam, knorm, h2o])
+def test_one_token_never_sees_a_slot_that_a_smaller_budget_left_free(method):
+    small, large = (method.policy(method.Config(budget=budget)) for budget in (8, 12))
+    stream = mx.random.normal((2, 12, 8), key=mx.random.key(1))
+    state = small.init_state(2, 8, dtype=mx.float32)
+    state = small.update_batched(
+        state, stream[:, :11], stream[:, :11], queries=stream[:, None, :11] if small.config.needs_queries else None
+    )
+    token = stream[:, 11:]
+    state = large.absorb(state, token, token)
+    keys, values = large.candidates(state)
+    mask = veloxfn.candidate_mask(large.config, state)[:, None]
+    want = mx.fast.scaled_dot_product_attention(
+        token[:, None], keys[:, None], values[:, None], scale=8**-0.5, mask=mask
+    )
+    assert not mask.all()
+    assert mx.allclose(veloxfn.attend(large, state, token[:, None])[0], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("method", [snapkv, h2o])
+def test_the_output_has_the_type_of_the_queries(method, count):
+    policy = method.policy(method.Config(budget=8))
+    x = mx.random.normal((1, count, 8), key=mx.random.key(2))
+    state = policy.absorb(policy.init_state(1, 8, dtype=mx.float32), x, x)
+    assert veloxfn.attend(policy, state, x[:, None].astype(mx.float16))[0].dtype == mx.float16
+
+
+def test_nonsense_is_refused_by_name():
+    policy = h2o.policy(h2o.Config(budget=8))
+    x = mx.zeros((1, 1, 8))
+    state = policy.absorb(policy.init_state(1, 8, dtype=mx.float32), x, x)
+    for queries, scale, error, said in (
+        (mx.zeros((1, 0, 1, 8)), None, ValueError, "G=0"),
+        (mx.zeros((1, 1, 1, 8), mx.int32), None, TypeError, "int32"),
+        (mx.zeros((1, 1, 1, 4)), None, ValueError, "queries must be"),
+        (x[:, None], float("nan"), ValueError, "scale"),
+        (x[:, None], -1.0, ValueError, "scale"),
+    ):
+        with pytest.raises(error, match=said):
+            veloxfn.attend(policy, state, queries, scale=scale)
+    keys, positions = mx.zeros((1, 9, 8)), mx.zeros((1, 9), mx.int32)
+    for arguments, error, said in (
+        ((x[:, None], keys, keys[:, :5], positions), ValueError, r"values must be \[N, n, Dv\] = \[1, 9, Dv\]"),
+        ((x[:, None], keys[:, :4], keys[:, :4], positions), ValueError, "positions must be"),
+        ((x[:, None], keys, keys, positions.astype(mx.int64)), TypeError, "positions must be int32"),
+        ((x[:, None], keys, keys, positions, mx.zeros((2, 1), mx.int32)), ValueError, "until must be"),
+    ):
+        with pytest.raises(error, match=said):
+            ops.attend(*arguments)
+    seen = mx.zeros((1,), mx.int32)
+    with pytest.raises(ValueError, match=r"mass must be \[N, n\] = \[1, 9\], got \[1, 8\]"):
+        ops.evict_step(positions, seen, mx.zeros((1, 8)), sink=0, recent=0)
+    with pytest.raises(TypeError, match="mass must be float32, got"):
+        ops.evict_step(positions, seen, mx.zeros((1, 9), mx.float16), sink=0, recent=0)
+
+
+def test_a_back_end_is_used_in_its_own_thread_only():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with ops.using("host"):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with ops.using("reference"):
+        thread.start()
+        assert inside.wait(10)
+        assert backend_for(None) == "reference"
+    before = backend_for(None)
+    leave.set()
+    thread.join()
+    assert backend_for(None) == before != "host"

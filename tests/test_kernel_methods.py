@@ -31,8 +31,10 @@ CONFIGS = {
     "knorm-token": knorm.Config(**FEW, cadence="token"),
     "streaming_llm": streaming_llm.Config(budget=5, sink=1),
     "cam": cam.Config(**FEW, target_count=2, gate=False),
+    "cam-token": cam.Config(**FEW, target_count=2, gate=False, cadence="token"),
     "cam-nearest": cam.Config(**FEW, targets="nearest", merge="similarity"),
     "snapkv": snapkv.Config(budget=5, sink=0, window=2, kernel=3),
+    "snapkv-token": snapkv.Config(budget=5, sink=0, window=2, kernel=3, cadence="token"),
     "h2o-contiguous": h2o.Config(**FEW, placement=Contiguous(Rope(dims=2))),
 }
 BLOCKS = {"one by one": (1,) * 14, "blocks": (4, 1, 4, 4, 1)}

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from veloxfn import checks
+from veloxfn import checks, ops
 from veloxfn.base import Policy, State
+from veloxfn.ops.attend import rescaled
 from veloxfn.reading import candidate_mask
 from veloxfn.retention import Ranking, attend_and_retire
 
@@ -31,14 +32,15 @@ def attend(
         state: a state after `absorb`.
         queries: [N, G, S, D] of the block, G query heads per row.
         scale: of the products of queries and keys; None = D ** -0.5.
-        padded: whether any arrival so far may have been padded (`valid` was given), so that slots may be free; the
-            output of a padded one is to be ignored.
+        padded: whether slots may be free: an arrival so far was padded (`valid` was given), rows were joined, or the
+            budget was raised since. The output of a padded arrival is to be ignored.
 
     Returns:
         output [N, G, S, Dv] in the dtype of the queries, and the state with S = 0.
 
     Raises:
-        ValueError: queries of another shape than [N, G, S, D].
+        ValueError: queries of another shape than [N, G, S, D], or a scale that is negative or not finite.
+        TypeError: queries that are no floating numbers.
 
     >>> import mlx.core as mx
     >>> from veloxfn import h2o
@@ -51,6 +53,11 @@ def attend(
     """
     config, (rows, count) = policy.config, state.slots.arrived.shape
     checks.array("queries", queries, "[N, G, S, D]", (rows, None, count, state.slots.keys.shape[2]))
+    checks.floating("queries", queries.dtype)
+    if queries.shape[1] == 0:
+        raise ValueError("queries must have at least one head, got G=0")
+    if scale is not None:
+        checks.number("scale", scale, low=0.0)
     if count == 0:
         return mx.zeros((*queries.shape[:3], state.slots.values.shape[2]), queries.dtype), state
     keys, values = policy.candidates(state)
@@ -58,16 +65,20 @@ def attend(
     how = None if ranking is None or count > 1 or padded else ranking(config, state, queries.shape[1])
     if how is not None and how.attended == config.needs_queries:
         return attend_and_retire(state, config, how, queries, keys, values, scale=scale)
-    dim = queries.shape[3]
-    mask: mx.array | str | None = "causal" if count > 1 else None
-    if padded:
-        mask = candidate_mask(config, state)[:, None]
-    output = mx.fast.scaled_dot_product_attention(
-        queries, keys[:, None], values[:, None], scale=dim**-0.5 if scale is None else scale, mask=mask
-    )
+    factor = queries.shape[3] ** -0.5 if scale is None else scale
+    if count == 1 and not padded:  # whatever slots are free
+        output = ops.attend(queries, keys, values, state.slots.positions, scale=factor)[0]
+    else:
+        output = mx.fast.scaled_dot_product_attention(
+            queries,
+            keys[:, None],
+            values[:, None],
+            scale=factor,
+            mask=candidate_mask(config, state)[:, None] if padded else "causal",
+        ).astype(queries.dtype)
     if not config.needs_queries:
         return output, policy.evict(state)
-    return output, policy.evict(state, queries=queries if scale is None else queries * (scale * dim**0.5))
+    return output, policy.evict(state, queries=rescaled(queries, factor))
 
 
 def _ranking_of(policy: Policy[Any]) -> Callable[..., Ranking] | None:

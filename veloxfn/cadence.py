@@ -93,7 +93,9 @@ def replay(
         length = state.slots.positions.shape[1]
         if rule is not None and length <= config.budget + 1:  # else of a larger budget before
             return _folded(config, state, block.after(t), rule.after(t))
-        step = (_fused_step if length == config.budget + 1 else _step)(absorb, evict, config)
+        backend = backend_for(None)
+        fuses = length == config.budget + 1 and backend != "host"  # which cannot be traced
+        step = _fused_step(absorb, evict, config, backend) if fuses else _step(absorb, evict, config)
         state = step(state, *block.token(t))
     return state
 
@@ -139,9 +141,9 @@ def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) 
     return step
 
 
-@lru_cache(maxsize=64)
-def _fused_step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) -> Callable[..., S]:
-    """One step, traced once for all blocks."""
+@lru_cache(maxsize=512)
+def _fused_step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention, backend: str) -> Callable[..., S]:
+    """One step, traced once for all blocks and each back end."""
     return fused(_step(absorb, evict, config))
 
 

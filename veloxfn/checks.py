@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "array",
+    "attention",
     "block",
     "choice",
     "evidence",
@@ -22,6 +23,8 @@ __all__ = [
     "integer",
     "no_evidence",
     "number",
+    "operand",
+    "slot_columns",
     "window",
 ]
 
@@ -90,6 +93,52 @@ def array(name: str, value: object, letters: str, shape: Sequence[int | None]) -
         names = letters.strip("[]").split(", ")
         wanted = [letter if want is None else str(want) for letter, want in zip(names, shape, strict=True)]
         raise ValueError(f"{name} must be {letters} = [{', '.join(wanted)}], got {list(value.shape)}")
+
+
+def operand(name: str, value: object, letters: str, shape: Sequence[int | None], *dtypes: mx.Dtype) -> None:
+    """Raise unless `value` is None or an mx.array of the shape and of one of the types: kernels cannot tell."""
+    if value is None:
+        return
+    array(name, value, letters, shape)
+    if cast(mx.array, value).dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {wanted}, got {cast(mx.array, value).dtype}")
+
+
+def attention(
+    queries: object,
+    keys: object,
+    values: object,
+    positions: object,
+    until: object,
+    tau: object = None,
+    names: object = None,
+) -> None:
+    """Raise unless these can be attended with: the arguments of `veloxfn.ops.attend`, None = not given."""
+    array("queries", queries, "[N, G, S, D]", (None, None, None, None))
+    rows, groups, count, dim = cast(mx.array, queries).shape
+    if not groups or not count:
+        raise ValueError(f"queries must have heads and tokens, got G={groups}, S={count}")
+    kinds = (mx.float32, mx.float16, mx.bfloat16)
+    operand("queries", queries, "[N, G, S, D]", (None, None, None, None), *kinds)
+    operand("keys", keys, "[N, n, D]", (rows, None, dim), *kinds)
+    length = cast(mx.array, keys).shape[1]
+    operand("values", values, "[N, n, Dv]", (rows, length, None), *kinds)
+    operand("positions", positions, "[N, n]", (rows, length), mx.int32)
+    if until is None and count > length:
+        raise ValueError(f"S must be at most n without until, got S={count}, n={length}")
+    operand("until", until, "[N, S]", (rows, count), mx.int32)
+    operand("tau", tau, "[N, S]", (rows, count), mx.float32)
+    operand("names", names, "[N, G, S]", (rows, groups, count), mx.uint64)
+
+
+def slot_columns(positions: object, seen: object, **columns: object) -> None:
+    """Raise unless positions [N, n] and seen [N] are int32, and the columns [N, n] float32 or None."""
+    operand("positions", positions, "[N, n]", (None, None), mx.int32)
+    rows, length = cast(mx.array, positions).shape
+    operand("seen", seen, "[N]", (rows,), mx.int32)
+    for name, column in columns.items():
+        operand(name, column, "[N, n]", (rows, length), mx.float32)
 
 
 def floating(name: str, dtype: object) -> None:

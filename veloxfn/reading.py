@@ -17,7 +17,7 @@ def candidates(config: Retention, state: State) -> tuple[mx.array, mx.array]:
 
     Slots are in no temporal order, but all kept ones are older than the block and its tokens come last, in order (a
     single token at full budget: anywhere). So lower-right causal masking is exact, and no mask for one token; with
-    padding use `candidate_mask`.
+    padding, joined rows or a budget that was raised since, which leave free slots, use `candidate_mask`.
 
     Args:
         config: the method's config.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from veloxfn import checks
 from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
@@ -63,10 +64,9 @@ def admit(
         backend: see `veloxfn.ops.launch.backend_for`.
     """
     backend = backend_for(backend)
-    columns = [
-        (column, constant(entry, (positions.shape[0], 1)) if isinstance(entry, float | int) and entry != 0 else entry)
-        for column, entry in columns
-    ]
+    rows = positions.shape[0]
+    checks.slot_columns(positions, seen, **{f"column {number}": column for number, (column, _) in enumerate(columns)})
+    columns = [(column, _checked(entry, rows)) for column, entry in columns]
     kinds = [_kind(entry) for _, entry in columns]
     if backend == "reference" or len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
         return reference(positions, seen, columns)
@@ -105,6 +105,19 @@ def admit(
         threads=lanes_for(length),
     )
     return Admitted(made[0], made[1], made[2], tuple(made[3:]))
+
+
+def _checked(entry: Entry, rows: int) -> Entry:
+    """The entry, a number other than 0 as an array."""
+    if isinstance(entry, mx.array):
+        checks.operand("an entry", entry, "[N, 1]", (rows, 1), mx.float32)
+    elif isinstance(entry, KeyNorm):
+        checks.array("keys", entry.keys, "[N, 1, D]", (rows, 1, None))
+    elif isinstance(entry, Gumbel):
+        checks.operand("streams", entry.streams, "[N]", (rows,), mx.uint32)
+    else:
+        return constant(float(entry), (rows, 1)) if entry else 0.0
+    return entry
 
 
 _GIVEN, _ZERO, _NORM, _DRAWN = 1, 2, 3, 4

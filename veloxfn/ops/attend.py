@@ -13,14 +13,15 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
+from veloxfn import checks
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
-from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant
-from veloxfn.ops.evict_step import evict_inputs, evict_step, evict_template
+from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
+from veloxfn.ops.evict_step import check_rows, evict_inputs, evict_step, evict_template
 from veloxfn.ops.launch import Kernel, Output, backend_for, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 
-__all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", "visible_mass"]
+__all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", "rescaled", "visible_mass"]
 
 _TEMPER_INPUTS = ("heat", "names", "newest", "seed", "streams")
 KERNEL = Kernel(
@@ -70,33 +71,54 @@ def attend(
         values: [N, n, Dv].
         positions: [N, n] int32 of the slots, -1 = free.
         until: [N, S] int32: query t sees the live slots at positions up to until[t]; one that sees none gives zeros.
-            None = the queries are those of the last S slots in order, or of a single token anywhere: what `candidates`
-            returns where nothing was ever padded, so that no slot is free.
+            None = the queries are those of the S newest tokens, in order, none of them padded; a single one sees every
+            live slot.
         scale: of the products; None = D ** -0.5.
         temper: temperature and noise of the logits that the mass is made of; the output is plain attention.
         backend: see `veloxfn.ops.launch.backend_for`. On a GPU many queries, without `until`, go through MLX's own
-            attention, in which a product that is not finite spoils its query, and `attention_mass`.
+            attention, causal in the order of the slots, in which a free slot is seen and a product that is not finite
+            spoils its query, and `attention_mass`.
 
     Returns:
         output [N, G, S, Dv] in the dtype of the queries, and mass [N, n] float32: sums over the queries of means over
         the heads.
+
+    Raises:
+        ValueError: a wrong shape, or a scale that is negative or not finite.
+        TypeError: an array of another type.
     """
+    checks.attention(queries, keys, values, positions, until, *_of(temper))
     rows, _, count, dim = queries.shape
-    length = keys.shape[1]
-    scale = dim**-0.5 if scale is None else scale
-    lower_right = until is None
+    scale = dim**-0.5 if scale is None else _checked(scale)
+    in_order = until is None
     if until is None and count > 1:
-        until = positions[:, length - count :]
+        newest = mx.max(positions, axis=1, keepdims=True)
+        until = newest - (count - 1) + numbers(count)
     backend = backend_for(backend)
     if backend != "reference" and _fits(queries, keys, values):
         return _launched(queries, keys, values, positions, until, scale, temper, None, backend)
     if until is None:
         until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
-    if backend == "reference" or not lower_right:
+    if backend == "reference" or not in_order:
         return reference(queries, keys, values, positions, until, scale=scale, temper=temper)
     output = mx.fast.scaled_dot_product_attention(queries, keys[:, None], values[:, None], scale=scale, mask="causal")
-    own = queries if scale == dim**-0.5 else queries * (scale * dim**0.5)
-    return output, attention_mass(own, keys, positions, until, None, temper, backend=backend)
+    mass = attention_mass(rescaled(queries, scale), keys, positions, until, None, temper, backend=backend)
+    return output.astype(queries.dtype), mass
+
+
+def rescaled(queries: mx.array, scale: float) -> mx.array:
+    """Queries whose products are to be scaled by D ** -0.5, in place of by `scale`; float32 where that matters."""
+    factor = scale * queries.shape[-1] ** 0.5
+    return queries if factor == 1.0 else queries.astype(mx.float32) * factor
+
+
+def _checked(scale: float) -> float:
+    checks.number("scale", scale, low=0.0)
+    return scale
+
+
+def _of(temper: Temper | None) -> tuple[mx.array | None, mx.array | None]:
+    return (None, None) if temper is None else (temper.tau, temper.names)
 
 
 def reference(
@@ -127,7 +149,8 @@ def reference(
         visible = ((slots >= 0) & (slots <= until[:, now, None]))[:, None]
         logits = (some.reshape(rows, -1, dim) @ wide).reshape(rows, groups, -1, length)
         shares = softmax(logits, visible)
-        outputs.append((shares.reshape(rows, -1, length) @ contents).reshape(rows, groups, -1, values.shape[2]))
+        made = (shares.reshape(rows, -1, length) @ contents).reshape(*shares.shape[:3], values.shape[2])
+        outputs.append(made)
         if temper is not None:
             shares = softmax(noisy(logits / temper.tau[:, None, now, None], temper, positions, now), visible)
         part = shares.squeeze((1, 2)) if groups == shares.shape[2] == 1 else mx.sum(shares, axis=(1, 2)) * (1 / groups)
@@ -167,7 +190,7 @@ def attend_step(
         positions: [N, n] int32 of the slots, -1 = free.
         seen: [N] int32, arrivals so far.
         mass: [N, n] float32; None = 0.
-        scale: see `attend`; without values it is D ** -0.5.
+        scale: see `attend`; not given without values.
         temper: see `attend`.
         arrived: [N, 1] int32, slot of the token, -1 = padded: its query sees nothing; None = none is padded.
         decay: see `evict_step`, as the others.
@@ -187,9 +210,14 @@ def attend_step(
     Raises:
         ValueError: more than one query, or one of noise and tau without the other.
     """
+    checks.attention(queries, keys, values, positions, None, *_of(temper))
     rows, _, count, dim = queries.shape
     if count != 1:
         raise ValueError(f"attend_step takes the query of one token, got S = {count}")
+    checks.slot_columns(positions, seen, mass=mass, noise=noise)
+    check_rows(rows, arrived, counted, tau)
+    if values is None and scale is not None:
+        raise ValueError(f"scale is for the output, which values=None does without, got scale={scale}")
     if (noise is None) != (tau is None):
         raise ValueError("noise and tau go together: give both or neither")
     backend = backend_for(backend)
@@ -224,7 +252,7 @@ def attend_step(
             backend=backend,
         )
         return output, *stepped
-    scale = dim**-0.5 if scale is None else scale
+    scale = dim**-0.5 if scale is None else _checked(scale)
     parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend, attended, arrived)
     made = launch(
         FINISH,

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
+from veloxfn import checks
 from veloxfn.ops.constants import Schedule, bits, constant
 from veloxfn.ops.fusion import fused, on_gpu
 from veloxfn.ops.launch import Kernel, backend_for, launch
@@ -76,13 +77,16 @@ def attention_mass(
         keys: [N, n, D].
         positions: [N, n] int32 of the slots, -1 = free. Slot n - S + t may be visible to the queries t .. S-1 only.
         until: [N, S] int32: query t sees the live slots at positions up to until[t]; one that sees none counts nothing.
-        weights: [N, S] float32 of the queries; None = 1.
+        weights: [N, S] float32 of the queries, not negative; None = 1.
         temper: temperature and noise of the logits; None = plain softmax.
         backend: see `veloxfn.ops.launch.backend_for`.
 
     Returns:
         [N, n] float32.
     """
+    tempering = (None, None) if temper is None else (temper.tau, temper.names)
+    checks.attention(queries, keys, None, positions, until, *tempering)
+    checks.operand("weights", weights, "[N, S]", (queries.shape[0], queries.shape[2]), mx.float32)
     backend = backend_for(backend)
     if backend != "reference":
         from veloxfn.ops.attend import visible_mass

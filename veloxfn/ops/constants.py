@@ -16,10 +16,10 @@ __all__ = ["NO_SCHEDULE", "Schedule", "bits", "constant", "numbers"]
 
 def bits(number: float) -> int:
     """The bits of a float32 that is not negative, for a template: names of kernels take no sign."""
-    return int(struct.unpack("i", struct.pack("f", number))[0])
+    return int(struct.unpack("i", struct.pack("f", number + 0.0))[0])
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=512)
 def numbers(count: int) -> mx.array:
     """0 .. count - 1 as [count] int32."""
     return mx.array(list(range(count)), dtype=mx.int32)

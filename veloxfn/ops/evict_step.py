@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from veloxfn import checks
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.weakest import reference as weakest
@@ -74,8 +75,11 @@ def evict_step(
         is one, so that such a row loses nothing.
 
     Raises:
-        ValueError: one of noise and tau without the other.
+        ValueError: a wrong shape, or one of noise and tau without the other.
+        TypeError: an array of another type.
     """
+    checks.slot_columns(positions, seen, mass=mass, attention=attention, noise=noise)
+    check_rows(positions.shape[0], arrived, counted, tau)
     if (noise is None) != (tau is None):
         raise ValueError("noise and tau go together: give both or neither")
     backend = backend_for(backend)
@@ -95,7 +99,7 @@ def evict_step(
             recent=recent,
         )
     rows, length = positions.shape
-    attended = None if attention is None else attention.astype(mx.float32)
+    attended = attention
     last_mass, *others = evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)
     made = launch(
         KERNEL,
@@ -109,6 +113,13 @@ def evict_step(
         threads=lanes_for(length),
     )
     return made[0], made[1]
+
+
+def check_rows(rows: int, arrived: mx.array | None, counted: mx.array | None, tau: mx.array | None) -> None:
+    """Raise unless the rows' own arguments have their shapes and types."""
+    checks.operand("arrived", arrived, "[N, 1]", (rows, 1), mx.int32)
+    checks.operand("counted", counted, "[N]", (rows,), mx.int32)
+    checks.operand("tau", tau, "[N]", (rows,), mx.float32)
 
 
 def evict_inputs(

@@ -124,6 +124,7 @@ def fold_tokens(
         ValueError: a wrong shape, or a kernel was asked for that does not fit the shapes (see `fits`). With
             backend=None such shapes are computed by the reference.
     """
+    checks.slot_columns(positions, seen, mass=mass)
     rows, length = positions.shape
     checks.array("keys", keys, "[N, C, D]", (rows, None, None))
     size, dim = keys.shape[1:]
@@ -133,6 +134,11 @@ def fold_tokens(
     checks.array("fresh_values", fresh_values, "[N, S, Dv]", (rows, count, value_dim))
     if queries is not None:
         checks.array("queries", queries, "[N, G, S, D]", (rows, None, count, dim))
+    kinds = {"values": values, "fresh_keys": fresh_keys, "fresh_values": fresh_values}
+    for name, buffer in kinds.items():
+        if buffer.dtype != keys.dtype:
+            raise TypeError(f"{name} must be {keys.dtype}, as keys are, got {buffer.dtype}")
+    checks.operand("valid", valid, "[N, S]", (rows, count), mx.bool_)
     if length > min(budget + 1, size):
         raise ValueError(f"n must be at most C and budget + 1, got n={length}, C={size}, budget={budget}")
     heads = 1 if queries is None else queries.shape[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ BACKENDS = ("reference", "metal", "cuda", "host")
 # where none was asked for (None = that of the default device).
 POISON: float | None = None
 FORCED: str | None = None
+
+_USING: ContextVar[str | None] = ContextVar("veloxfn_backend", default=None)
 
 
 class Kernel(NamedTuple):
@@ -57,6 +60,8 @@ def backend_for(asked: str | None) -> str:
         RuntimeError: a back end that this machine has not.
     """
     if asked is None:
+        if (chosen := _USING.get()) is not None:
+            return chosen
         if FORCED is not None:
             return FORCED
         if not on_gpu():
@@ -73,16 +78,16 @@ def backend_for(asked: str | None) -> str:
 def using(backend: str) -> Iterator[None]:
     """Ops take this back end inside, unless another is asked for: "reference" under `mx.vmap`, which kernels lack.
 
+    It holds in this thread (and context). What was compiled before keeps the back end of its trace.
+
     Args:
         backend: see `backend_for`, which may raise.
     """
-    global FORCED
-    chosen, before = backend_for(backend), FORCED
-    FORCED = chosen
+    token = _USING.set(backend_for(backend))
     try:
         yield
     finally:
-        FORCED = before
+        _USING.reset(token)
 
 
 def launch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from veloxfn import checks
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 
 __all__ = ["KERNEL", "order_of", "reference", "shielded", "weakest"]
@@ -39,6 +40,7 @@ def weakest(
     Returns:
         [N] int32.
     """
+    checks.slot_columns(positions, seen, importance=importance)
     backend = backend_for(backend)
     if backend == "reference":
         return reference(importance, positions, seen, sink=sink, recent=recent)
@@ -46,7 +48,7 @@ def weakest(
     return launch(
         KERNEL,
         backend,
-        [positions, seen, importance.astype(mx.float32)],
+        [positions, seen, importance],
         [((rows,), mx.int32)],
         template={"SINK": sink, "RECENT": recent},
         groups=(rows, 1, 1),
