@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
-from veloxfn.base import Retention, State
+from veloxfn.base import Retention, Slots, State
 from veloxfn.ops import Temper
 from veloxfn.ops.fold_tokens import Noise, fits, fold_tokens
 from veloxfn.ops.fusion import fused
@@ -28,7 +28,7 @@ from veloxfn.slots import (
 )
 
 if TYPE_CHECKING:
-    from veloxfn import h2o, keyformer, tova
+    from veloxfn.retention import Ranking
 
 __all__ = ["check_block", "most_tokens", "replay"]
 
@@ -41,7 +41,7 @@ _MOST_TOKENS = 4096
 
 def most_tokens(config: Retention) -> int:
     """Tokens that one block may have."""
-    return _MOST_TOKENS if config.cadence == "token" and not _folds(config) else sys.maxsize
+    return _MOST_TOKENS if config.cadence == "token" and _ranking_of(config) is None else sys.maxsize
 
 
 def check_block(config: Retention, keys: mx.array) -> None:
@@ -84,9 +84,10 @@ def replay(
     block = _Block(*arrivals(slots), arrival_rotations(slots), queries, slots.arrived >= 0)
     heads = 1 if queries is None else queries.shape[1]
     rule = None
-    if _folds(config) and fits(config.budget, slots.keys.shape[2], heads):
-        rule = _rules()[type(config)](config, state, heads)
-    elif count > _MOST_TOKENS:
+    ranking = _ranking_of(config, evict)
+    if ranking is not None and fits(config.budget, slots.keys.shape[2], heads):
+        rule = _rule_of(ranking(config, state, heads), slots)
+    if rule is None and count > _MOST_TOKENS:
         raise ValueError(_too_long(count))
     state = take_back(state, count, budget=config.budget)
     for t in range(count):
@@ -151,12 +152,11 @@ def _fused_step(absorb: Callable[..., S], evict: Callable[..., S], config: Reten
 
 
 class _Rule(NamedTuple):
-    """How a method ranks, beside its budget and protection."""
+    """How a method ranks, for each token of a block."""
 
-    decay: float = 1.0
-    age_normalised: bool = False
-    temper: Temper | None = None  # of the block
-    noise: Noise | None = None  # `kept` that of the slots with the block
+    ranking: Ranking
+    temper: Temper | None  # of the block
+    noise: Noise | None  # of the block
 
     def after(self, t: int) -> _Rule:
         """The rule of the tokens from t on."""
@@ -170,40 +170,26 @@ class _Rule(NamedTuple):
         return self._replace(temper=temper, noise=noise)
 
 
-@cache
-def _rules() -> dict[type[Retention], Callable[[Any, Any, int], _Rule]]:
-    """By the type of the config, what makes the rule from it, an absorbed state and the number of query heads."""
-    from veloxfn import h2o, keyformer, tova  # they use this module
-
-    return {h2o.Config: _of_h2o, tova.Config: _of_tova, keyformer.Config: _of_keyformer}
-
-
-def _of_h2o(config: h2o.Config, state: h2o.State, heads: int) -> _Rule:
-    return _Rule(decay=config.decay, age_normalised=config.age_normalised)
+def _ranking_of(config: Retention, evict: Callable[..., Any] | None = None) -> Callable[..., Ranking] | None:
+    """What the method's module says it ranks by, where a block can be one launch here; `evict` is the module's own."""
+    if backend_for(None) == "reference" or config.shared_heads > 1 or not isinstance(config.placement, Absolute):
+        return None
+    if not (config.needs_queries or getattr(config, "query_source", None) == "key_proxy"):
+        return None
+    module = sys.modules.get(type(config).__module__)
+    return getattr(module, "ranking", None) if evict in (None, getattr(module, "evict", None)) else None
 
 
-def _of_tova(config: tova.Config, state: tova.State, heads: int) -> _Rule:
-    return _Rule()
-
-
-def _of_keyformer(config: keyformer.Config, state: keyformer.State, heads: int) -> _Rule:
-    from veloxfn.keyformer import temper_of, temperature
-
-    if config.noise != "additive":
-        return _Rule(temper=temper_of(config, state.slots, heads))
-    tau = temperature(config, mx.maximum(arrival_positions(state.slots) - config.anneal_from, 0))
-    drawn = mx.take_along_axis(state.noise, mx.maximum(state.slots.arrived, 0), axis=1)
-    return _Rule(noise=Noise(tau, state.noise, drawn))
-
-
-def _folds(config: Retention) -> bool:
-    """Whether a block can be one launch here."""
-    return (
-        backend_for(None) != "reference"
-        and type(config) in _rules()
-        and config.shared_heads == 1
-        and isinstance(config.placement, Absolute)
-    )
+def _rule_of(ranking: Ranking, slots: Slots) -> _Rule | None:
+    """The rule of the block that awaits eviction; None where `fold_tokens` has none."""
+    if not ranking.attended or ranking.keep_low or ranking.column not in (None, "mass"):
+        return None
+    noise = None
+    if ranking.noise is not None and ranking.schedule is not None:
+        tau = ranking.schedule.at(mx.maximum(arrival_positions(slots), 0))
+        drawn = mx.take_along_axis(ranking.noise, mx.maximum(slots.arrived, 0), axis=1)
+        noise = Noise(tau, ranking.noise, drawn)
+    return _Rule(ranking, ranking.temper, noise)
 
 
 def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
@@ -223,8 +209,8 @@ def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
         sink=config.sink,
         recent=config.recent_rows,
         mass=getattr(state, "mass", None),
-        decay=rule.decay,
-        age_normalised=rule.age_normalised,
+        decay=rule.ranking.decay,
+        age_normalised=rule.ranking.counted is not None,
         temper=rule.temper,
         noise=noise,
         valid=block.valid,

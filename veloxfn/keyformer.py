@@ -29,7 +29,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.ops import Gumbel, Temper
 from veloxfn.ops.attention_mass import Recipe
-from veloxfn.ops.constants import Schedule, constant, numbers
+from veloxfn.ops.constants import Schedule, numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by_query
 from veloxfn.slots import arrival_positions
@@ -37,7 +37,6 @@ from veloxfn.slots import arrival_positions
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
 _TAU_INIT, _TAU_END = 1.0, 2.0
-_FEW = 1024  # temperatures that are kept as a constant
 _LEAST_DIVISOR = 1e-6  # of logits, which stay finite in float32
 
 
@@ -161,11 +160,7 @@ def temperature(config: Config, t: mx.array) -> mx.array:
     >>> temperature(Config(tau_init=1.0, tau_end=3.0, anneal_steps=4), mx.array([0, 2, 4, 8])).tolist()
     [1.0, 2.0, 3.0, 3.0]
     """
-    first, last = config.temperatures
-    if config.anneal_steps == 0 or first == last:
-        return constant(first, tuple(t.shape)) if t.size <= _FEW else mx.full(t.shape, first, mx.float32)
-    done = mx.minimum(t, config.anneal_steps).astype(mx.float32) / config.anneal_steps
-    return first + done * (last - first)
+    return schedule_of(config)._replace(start=0).at(t)
 
 
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
@@ -225,10 +220,8 @@ def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     base = state.slots
     if config.noise != "additive":
         return Ranking("mass", temper=temper_of(config, base, heads))
-    if config.temperatures == (0.0, 0.0):
-        return Ranking("mass")
-    tau = temperature(config, mx.maximum(base.seen - 1 - config.anneal_from, 0))
-    return Ranking("mass", noise=state.noise, tau=tau, schedule=schedule_of(config))
+    schedule = schedule_of(config)
+    return Ranking("mass", noise=state.noise, tau=schedule.at(base.seen - 1), schedule=schedule)
 
 
 def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:
@@ -236,8 +229,9 @@ def temper_of(config: Config, base: Slots, heads: int) -> Temper | None:
     if config.noise == "additive":
         return None
     when = arrival_positions(base)
-    tau = temperature(config, mx.maximum(when - config.anneal_from, 0))
-    recipe = Recipe(base.seen, schedule_of(config), config.seed if config.noise == "logit" else None, base.streams)
+    schedule = schedule_of(config)
+    tau = schedule.at(when)
+    recipe = Recipe(base.seen, schedule, config.seed if config.noise == "logit" else None, base.streams)
     if config.noise == "none":
         return Temper(tau, None, recipe)
     head = numbers(heads)[:, None]

@@ -25,6 +25,9 @@ def numbers(count: int) -> mx.array:
     return mx.array(list(range(count)), dtype=mx.int32)
 
 
+_FEW = 1024  # elements of a constant that is kept
+
+
 @lru_cache(maxsize=64)
 def constant(number: float, shape: tuple[int, ...] = (1,), dtype: mx.Dtype = mx.float32) -> mx.array:
     """The number in every element of `shape`, which is small."""
@@ -41,6 +44,14 @@ class Schedule(NamedTuple):
     last: float
     steps: int
     start: int
+
+    def at(self, t: mx.array) -> mx.array:
+        """The temperature of the query at position t >= 0, in the shape of `t`: float32."""
+        if self.steps == 0 or self.first == self.last:
+            few = t.size <= _FEW
+            return constant(self.first, tuple(t.shape)) if few else mx.full(t.shape, self.first, mx.float32)
+        done = mx.clip(t - self.start, 0, self.steps).astype(mx.float32) / self.steps
+        return self.first + done * (self.last - self.first)
 
     @property
     def template(self) -> dict[str, int | bool]:
