@@ -9,6 +9,7 @@ On a GPU two launches, whatever the number of slots: parts of a row, each by a t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -109,7 +110,7 @@ def attend(
 def rescaled(queries: mx.array, scale: float) -> mx.array:
     """Queries whose products are to be scaled by D ** -0.5, in place of by `scale`; float32 where that matters."""
     factor = scale * queries.shape[-1] ** 0.5
-    return queries if factor == 1.0 else queries.astype(mx.float32) * factor
+    return queries if math.isclose(factor, 1.0) else queries.astype(mx.float32) * factor
 
 
 def _checked(scale: float) -> float:
