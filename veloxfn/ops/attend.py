@@ -108,9 +108,14 @@ def attend(
 
 
 def rescaled(queries: mx.array, scale: float) -> mx.array:
-    """Queries whose products are to be scaled by D ** -0.5, in place of by `scale`; float32 where that matters."""
+    """Queries whose products are to be scaled by D ** -0.5, in place of by `scale`; float32 where that would round."""
     factor = scale * queries.shape[-1] ** 0.5
-    return queries if math.isclose(factor, 1.0) else queries.astype(mx.float32) * factor
+    if math.isclose(factor, 1.0):
+        return queries
+    nearest = math.ldexp(1.0, round(math.log2(factor))) if factor else 0.0
+    if factor < 1.0 and math.isclose(factor, nearest):
+        return queries * nearest
+    return queries.astype(mx.float32) * factor
 
 
 def _checked(scale: float) -> float:
