@@ -109,7 +109,7 @@ def attend(
 
 def rescaled(queries: mx.array, scale: float) -> mx.array:
     """Queries whose products are to be scaled by D ** -0.5, in place of by `scale`; float32 where that would round."""
-    factor = scale * queries.shape[-1] ** 0.5
+    factor = scale * math.sqrt(queries.shape[-1])
     if math.isclose(factor, 1.0):
         return queries
     nearest = math.ldexp(1.0, round(math.log2(factor))) if factor else 0.0
