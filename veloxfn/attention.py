@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 
 from veloxfn import checks, ops
 from veloxfn.base import Policy, State
+from veloxfn.binding import ranking_of
 from veloxfn.ops.attend import rescaled
 from veloxfn.reading import candidate_mask
-from veloxfn.retention import Ranking, attend_and_retire
+from veloxfn.retention import attend_and_retire
 
 __all__ = ["attend"]
 
@@ -61,7 +60,7 @@ def attend(
     if count == 0:
         return mx.zeros((*queries.shape[:3], state.slots.values.shape[2]), queries.dtype), state
     keys, values = policy.candidates(state)
-    ranking = _ranking_of(policy)
+    ranking = ranking_of(config, getattr(policy.evict, "func", policy.evict))
     how = None if ranking is None or count > 1 or padded else ranking(config, state, queries.shape[1])
     if how is not None and how.attended == config.needs_queries:
         return attend_and_retire(state, config, how, queries, keys, values, scale=scale)
@@ -79,10 +78,3 @@ def attend(
     if not config.needs_queries:
         return output, policy.evict(state)
     return output, policy.evict(state, queries=rescaled(queries, factor))
-
-
-def _ranking_of(policy: Policy[Any]) -> Callable[..., Ranking] | None:
-    """What the method's module says it ranks by, if it says so and `evict` is its own."""
-    module = sys.modules.get(type(policy.config).__module__)
-    own = getattr(policy.evict, "func", None) is getattr(module, "evict", policy)
-    return getattr(module, "ranking", None) if own else None

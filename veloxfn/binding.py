@@ -13,7 +13,7 @@ import mlx.core as mx
 from veloxfn import reading
 from veloxfn.base import Policy, Retention, State
 
-__all__ = ["bind", "module_of"]
+__all__ = ["bind", "module_of", "ranking_of"]
 
 S = TypeVar("S", bound=State)
 Pair = tuple[mx.array, mx.array]
@@ -59,3 +59,9 @@ def module_of(config: Retention) -> ModuleType:
     if module is None or getattr(module, "Config", None) is not type(config) or not hasattr(module, "policy"):
         raise TypeError(f"{type(config).__module__}.{type(config).__qualname__} is the Config of no method module")
     return module
+
+
+def ranking_of(config: Retention, evict: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
+    """`ranking` of the module that defines the type of `config`; None where it has none, or `evict` is not its own."""
+    module = sys.modules.get(type(config).__module__)
+    return getattr(module, "ranking", None) if evict in (None, getattr(module, "evict", None)) else None

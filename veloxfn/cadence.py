@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import mlx.core as mx
 
 from veloxfn.base import Retention, Slots, State
+from veloxfn.binding import ranking_of
 from veloxfn.ops import Temper
 from veloxfn.ops.fold_tokens import Noise, fits, fold_tokens
 from veloxfn.ops.fusion import fused
@@ -41,7 +42,7 @@ _MOST_TOKENS = 4096
 
 def most_tokens(config: Retention) -> int:
     """Tokens that one block may have."""
-    return _MOST_TOKENS if config.cadence == "token" and _ranking_of(config) is None else sys.maxsize
+    return _MOST_TOKENS if config.cadence == "token" and _foldable(config) is None else sys.maxsize
 
 
 def check_block(config: Retention, keys: mx.array) -> None:
@@ -84,7 +85,7 @@ def replay(
     block = _Block(*arrivals(slots), arrival_rotations(slots), queries, slots.arrived >= 0)
     heads = 1 if queries is None else queries.shape[1]
     rule = None
-    ranking = _ranking_of(config, evict)
+    ranking = _foldable(config, evict)
     if ranking is not None and fits(config.budget, slots.keys.shape[2], heads):
         rule = _rule_of(ranking(config, state, heads), slots)
     if rule is None and count > _MOST_TOKENS:
@@ -170,14 +171,13 @@ class _Rule(NamedTuple):
         return self._replace(temper=temper, noise=noise)
 
 
-def _ranking_of(config: Retention, evict: Callable[..., Any] | None = None) -> Callable[..., Ranking] | None:
+def _foldable(config: Retention, evict: Callable[..., Any] | None = None) -> Callable[..., Ranking] | None:
     """What the method's module says it ranks by, where a block can be one launch here; `evict` is the module's own."""
     if backend_for(None) == "reference" or config.shared_heads > 1 or not isinstance(config.placement, Absolute):
         return None
     if not (config.needs_queries or getattr(config, "query_source", None) == "key_proxy"):
         return None
-    module = sys.modules.get(type(config).__module__)
-    return getattr(module, "ranking", None) if evict in (None, getattr(module, "evict", None)) else None
+    return ranking_of(config, evict)
 
 
 def _rule_of(ranking: Ranking, slots: Slots) -> _Rule | None:

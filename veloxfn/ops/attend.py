@@ -97,7 +97,8 @@ def attend(
         until = newest - (count - 1) + numbers(count)
     backend = backend_for(backend)
     if backend != "reference" and _fits(queries, keys, values):
-        return _launched(queries, keys, values, positions, until, scale, temper, None, backend)
+        parts = _parts(queries, keys, values, positions, until, scale, temper, None, backend)
+        return _combined(parts, positions, backend)
     if until is None:
         until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
     if backend == "reference" or not in_order:
@@ -288,7 +289,8 @@ def visible_mass(
     if not _fits(queries, keys, None):
         return None
     scale = queries.shape[3] ** -0.5
-    return _launched(queries, keys, None, positions, until, scale, temper, weights, backend)[1]
+    parts = _parts(queries, keys, None, positions, until, scale, temper, weights, backend)
+    return _combined(parts, positions, backend)[1]
 
 
 def _fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
@@ -298,18 +300,8 @@ def _fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
     return groups * count <= _MOST_HEADS and dim <= _MOST_DIM and 0 < wide <= _MOST_DIM and alike
 
 
-def _launched(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array | None,
-    positions: mx.array,
-    until: mx.array | None,
-    scale: float,
-    temper: Temper | None,
-    weights: mx.array | None,
-    backend: str,
-) -> tuple[mx.array, mx.array]:
-    parts = _parts(queries, keys, values, positions, until, scale, temper, weights, backend)
+def _combined(parts: _Parts, positions: mx.array, backend: str) -> tuple[mx.array, mx.array]:
+    """Output, where values were given, and mass: the second launch without an eviction."""
     made = launch(
         COMBINE,
         backend,
@@ -323,7 +315,7 @@ def _launched(
 
 
 class _Parts(NamedTuple):
-    """What the second launch takes."""
+    """What the first launch made, as the second takes it."""
 
     inputs: list[mx.array | None]
     output: Output | None

@@ -99,12 +99,11 @@ def evict_step(
             recent=recent,
         )
     rows, length = positions.shape
-    attended = attention
     last_mass, *others = evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)
     made = launch(
         KERNEL,
         backend,
-        [positions, seen, last_mass, attended, *others],
+        [positions, seen, last_mass, attention, *others],
         [(positions.shape, mx.float32), (positions.shape, mx.int32)],
         template=evict_template(
             mass, attention is not None, arrived, decay, counted, noise, schedule, keep_low, sink, recent
@@ -175,14 +174,13 @@ def reference(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
-    schedule: Schedule | None = None,
     keep_low: bool = False,
     sink: int,
     recent: int,
 ) -> tuple[mx.array, mx.array]:
     """`evict_step` in MLX's own primitives."""
     if mass is None:
-        mass = mx.zeros(positions.shape, mx.float32) if attention is None else attention.astype(mx.float32)
+        mass = mx.zeros(positions.shape, mx.float32) if attention is None else attention
     else:
         mass = updated_mass(mass, attention, kept_by(arrived, decay))
     importance = importance_of(mass, positions, counted=counted, noise=noise, tau=tau, keep_low=keep_low)
@@ -218,7 +216,6 @@ def importance_of(
     counted: mx.array | None = None,
     noise: mx.array | None = None,
     tau: mx.array | None = None,
-    schedule: Schedule | None = None,
     keep_low: bool = False,
 ) -> mx.array:
     """Importance [N, n]: arguments as for `evict_step`."""
