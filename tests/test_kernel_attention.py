@@ -436,8 +436,9 @@ def test_every_length_through_tiles(backend, monkeypatch):
     monkeypatch.setattr(MASS, "_TILE_QUERIES", 16)
     monkeypatch.setattr(MASS, "_KERNEL_ELEMENTS", 1)
     monkeypatch.setattr(MASS, "_FEW_QUERIES", 0)
-    for length, rows in [*((n, 1 if n > 999 else 2) for n in SIZES), (40, 512 if backend != "host" or DEEP else 130)]:
-        count = min(length, 17)
+    sizes = [*SIZES, 9001, 16384]  # the last two: 32 slots a lane, as many as there are registers for
+    for length, rows in [*((n, 1 if n > 999 else 2) for n in sizes), (40, 512 if backend != "host" or DEEP else 130)]:
+        count = min(length, 17 if length < 9000 else 3)
         queries, keys, values, positions, until = block(rows, 2, count, length, 32, mx.float16, seed=length)
         have = attention_mass(queries, keys, positions, until, backend=backend)
         assert np.allclose(have, truth(queries, keys, values, positions, until)[1], **MASS_ERROR), length

@@ -42,14 +42,10 @@ inline float importance_of(float mass, int age, bool keep_low, float noise) {
 }
 
 inline Rank simd_lowest(Rank mine) {
-  for (uint mask = 16; mask > 0; mask >>= 1) {
-    Rank other;
-    other.high = simd_shuffle_xor(mine.high, mask);
-    other.low = simd_shuffle_xor(mine.low, mask);
-    other.slot = simd_shuffle_xor(mine.slot, mask);
-    if (below(other, mine)) mine = other;
-  }
-  return mine;
+  const uint high = simd_min(mine.high);
+  const uint low = simd_min(mine.high == high ? mine.low : 0xFFFFFFFFu);
+  const uint slot = simd_min(mine.high == high && mine.low == low ? mine.slot : 0xFFFFFFFFu);
+  return Rank{high, low, slot};
 }
 
 // The lowest rank of a threadgroup, to all lanes. `shared` is a threadgroup array of 96 uint; a barrier comes first and

@@ -27,12 +27,17 @@ const float scale = as_type<float>(uint(SCALE));
 threadgroup float tops[16 * Q];
 threadgroup float sums[16 * Q];
 
+// 512 lanes have 128 registers each. With 32 slots the positions are read again for every query, and no more than eight
+// loads are under way: a barrier keeps compilers from moving them together.
+constexpr bool HELD = C <= 16;
+constexpr uint NEVER = 0xFFFFFFFFu;  // no query: what depends on it is not made once and kept in 32 registers
+
 float taken[C];
-int place[C];
+int place[HELD ? C : 1];
 for (int c = 0; c < C; c++) {
   const uint j = here + c * lanes;
   taken[c] = 0.0f;
-  place[c] = j < seen ? positions[row * length + j] : -1;
+  if (HELD) place[HELD ? c : 0] = j < seen ? positions[row * length + j] : -1;
 }
 for (uint base = strip * Q; base < queries; base += strips * Q) {
   float x[Q][C];
@@ -41,7 +46,11 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
     const uint query = min(base + q, queries - 1);
     const uint t = before + query % count;
     auto from = products + ulong(row * queries + query) * seen;
-    for (int c = 0; c < C; c++) x[q][c] = from[min(here + c * lanes, seen - 1)];
+    const uint mine = here + (HELD || t != NEVER ? 0u : 1u);
+    for (int c = 0; c < C; c++) {
+      x[q][c] = from[min(mine + c * lanes, seen - 1)];
+      if (!HELD && c % 8 == 7) simdgroup_barrier(mem_flags::mem_none);
+    }
     const int limit = until[row * all + t];
     const float warmth = TEMPERED ? float(heat[row * all + t]) : 1.0f;
     const uint name = 2 * ((row * heads + query / count) * all + t);
@@ -50,12 +59,15 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
     share[q] = base + q < queries ? (WEIGHTED ? float(weights[row * all + t]) : 1.0f) / float(heads) : 0.0f;
     float top = -INFINITY;
     for (int c = 0; c < C; c++) {
+      const uint j = mine + c * lanes;
+      const int position = HELD ? place[HELD ? c : 0] : (j < seen ? int(positions[row * length + j]) : -1);
       float logit = x[q][c] * scale;
-      logit = place[c] >= 0 && place[c] <= limit && finite(logit) ? logit : -INFINITY;
-      if (NOISY) logit += hashed_gumbel(low, high, place[c]);
+      logit = position >= 0 && position <= limit && finite(logit) ? logit : -INFINITY;
+      if (NOISY) logit += hashed_gumbel(low, high, position);
       if (TEMPERED) logit = logit / warmth;
       x[q][c] = logit;
       top = max(top, logit);
+      if (!HELD && c % 8 == 7) simdgroup_barrier(mem_flags::mem_none);
     }
     top = simd_max(top);
     if (lane == 0) tops[q * 16 + group] = top;
@@ -82,4 +94,5 @@ for (int c = 0; c < C; c++) {
   const uint j = here + c * lanes;
   const uint at = (row * strips + strip) * length + j;
   if (j < length) mass_out[at] = (BEGUN ? float(mass[at]) : 0.0f) + taken[c];
+  if (!HELD && c % 8 == 7) simdgroup_barrier(mem_flags::mem_none);
 }
