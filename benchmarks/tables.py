@@ -27,10 +27,8 @@ STEP = {
     "(attend + evict) / attention": "attend + evict",
     "(attend, then evict) / attention": "attend, then evict",
     "step / attention": "step",
-    "step / attention of budget rows": "step, attention of budget rows",
     "peer / update": "peer / update",
     "pure MLX / kernels, step": "pure MLX / step",
-    "pure MLX / kernels, update": "pure MLX / update",
     "step / bytes of K and V": "step / bytes",
     "attention / bytes of K and V": "attention / bytes",
 }
