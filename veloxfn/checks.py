@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from veloxfn.base import Slots
 
 __all__ = [
+    "SettingError",
     "array",
     "attention",
     "block",
@@ -27,6 +28,18 @@ __all__ = [
     "slot_columns",
     "window",
 ]
+
+
+class SettingError(ValueError):
+    """A setting that a method does not have."""
+
+    def __init__(self, setting: str, reason: str) -> None:
+        super().__init__(setting, reason)
+        self.setting = setting
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.reason}"
 
 
 def integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

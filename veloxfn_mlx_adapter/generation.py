@@ -65,36 +65,17 @@ class Answer:
 
 
 def config_for(method: str, settings: dict[str, Any], *, scorer: str | None = None) -> Retention:
-    """The Config of a method with the given settings.
-
-    Args:
-        method: its name in `veloxfn.METHODS`.
-        settings: by name; for a method over a scorer, those it does not have are the scorer's.
-        scorer: name of the method that ranks, for methods over one; None = the method's own choice.
+    """The Config of a method with the given settings, arguments as those of `veloxfn.policy_for`.
 
     Raises:
-        UsageError: a setting that the method does not have, a scorer for a method that takes none, or a value against
-            the rules.
+        UsageError: what `policy_for` refuses, said with the options of the command line.
     """
-    kind = veloxfn.METHODS[method].Config
-    names = {field.name for field in dataclasses.fields(kind)}
-    given = dict(settings)
     try:
-        if "scorer" in names:
-            own = [name for name in given if name in names and name not in _RETENTION]
-            ranks = scorer or next(
-                name for name, module in veloxfn.METHODS.items() if type(kind().scorer) is module.Config
-            )
-            given = {name: given.pop(name) for name in own} | {"scorer": config_for(ranks, given)}
-        elif scorer is not None:
-            raise UsageError(f"--scorer: {method} ranks by itself")
-        for name in given:
-            if name not in names:
-                raise UsageError(f"{flag_of(name)}: {method} has no such setting")
-        config: Retention = kind(**given)
+        return veloxfn.policy_for(method, scorer=scorer, **settings).config
+    except veloxfn.SettingError as error:
+        raise UsageError(f"{flag_of(error.setting)}: {error.reason}") from error
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    return config
 
 
 def load_model(name: str | None) -> tuple[Any, Any]:
