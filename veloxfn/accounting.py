@@ -7,7 +7,15 @@ import mlx.core as mx
 from veloxfn.base import State
 from veloxfn.placement import live_count
 
-__all__ = ["allocated_bytes", "compression_ratio", "full_bytes", "kept_bytes", "tokens_kept", "tokens_seen"]
+__all__ = [
+    "allocated_bytes",
+    "compression_ratio",
+    "full_bytes",
+    "kept_bytes",
+    "row_bytes",
+    "tokens_kept",
+    "tokens_seen",
+]
 
 
 def tokens_seen(state: State) -> mx.array:
@@ -22,12 +30,12 @@ def tokens_kept(state: State) -> mx.array:
 
 def kept_bytes(state: State) -> mx.array:
     """Bytes of the live keys and values of all rows: [] int64."""
-    return tokens_kept(state).astype(mx.int64).sum() * _row_bytes(state)
+    return tokens_kept(state).astype(mx.int64).sum() * row_bytes(state)
 
 
 def full_bytes(state: State) -> mx.array:
     """Bytes that a cache without eviction would hold: [] int64."""
-    return tokens_seen(state).astype(mx.int64).sum() * _row_bytes(state)
+    return tokens_seen(state).astype(mx.int64).sum() * row_bytes(state)
 
 
 def allocated_bytes(state: State) -> int:
@@ -41,6 +49,7 @@ def compression_ratio(state: State) -> mx.array:
     return mx.where(kept > 0, seen / mx.maximum(kept, 1), 1.0)
 
 
-def _row_bytes(state: State) -> int:
+def row_bytes(state: State) -> int:
+    """Bytes of the key and the value of one token in one row."""
     slots = state.slots
     return slots.keys.shape[2] * slots.keys.dtype.size + slots.values.shape[2] * slots.values.dtype.size
