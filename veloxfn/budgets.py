@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from itertools import accumulate, combinations, pairwise
 
 from veloxfn import checks
 
-__all__ = ["pyramid"]
+__all__ = ["clusters", "pyramid", "squeeze"]
 
 
 def pyramid(
@@ -76,3 +78,82 @@ def _shares(layers: int, beta: float | None, taper: float | None) -> list[Fracti
         checks.number("taper", taper, low=1.0)
         width = Fraction(taper) - 1
     return [max(Fraction(0), 1 + width * (1 - Fraction(2 * layer, max(1, layers - 1)))) for layer in range(layers)]
+
+
+def squeeze(cosines: Iterable[float], mean: int, p: float, *, floor: int = 1) -> tuple[int, ...]:
+    """Budgets by what attention changes in each layer (SqueezeAttention, arXiv 2404.04793).
+
+    A layer is the less useful the more alike the hidden states before and after its attention are. The layers fall into
+    three groups by `clusters`; those of the least useful one get p * mean rows, rounded, or the floor, and the others
+    share what that frees: rows that do not divide go to the earlier ones of them. One group, as with equal cosines,
+    gets the mean.
+
+    Args:
+        cosines: of each layer, first layer first: mean over the tokens of a prompt of the cosine between the hidden
+            state before the attention and that after it with the residual, -1 .. 1.
+        mean: rows per layer on average.
+        p: share of the mean that the least useful layers keep, 0 .. 1; 1 = the same for all.
+        floor: least rows of a layer, 0 .. mean.
+
+    Returns:
+        One integer per layer: they sum to layers * mean, are at least `floor`, and none is lower for a larger mean.
+
+    Raises:
+        ValueError: no layers, or a number outside its range.
+        TypeError: a number of another type.
+
+    >>> squeeze([0.2, 0.5, 0.55, 0.9, 0.95], 100, 0.4)
+    (140, 140, 140, 40, 40)
+    """
+    cosines = list(cosines)
+    if not cosines:
+        raise ValueError("cosines must have one number per layer, got none")
+    for layer, cosine in enumerate(cosines):
+        checks.number(f"cosines[{layer}]", cosine, low=-1.0, high=1.0)
+    checks.integer("mean", mean, low=1)
+    checks.number("p", p, low=0.0, high=1.0)
+    checks.integer("floor", floor, low=0)
+    if mean < floor:
+        raise ValueError(f"mean must be >= floor, got mean={mean}, floor={floor}")
+    groups = clusters(cosines)
+    least = max(groups)
+    if least == 0:
+        return (mean,) * len(cosines)
+    low = max(floor, round(Fraction(p) * mean))
+    useful = [layer for layer, group in enumerate(groups) if group != least]
+    share, left = divmod(len(cosines) * mean - (len(cosines) - len(useful)) * low, len(useful))
+    dealt = {layer: share + (place < left) for place, layer in enumerate(useful)}
+    return tuple(dealt.get(layer, low) for layer in range(len(cosines)))
+
+
+def clusters(numbers: Sequence[float]) -> tuple[int, ...]:
+    """One-dimensional 3-means, exactly: the grouping with the least sum of squared distances to the groups' means.
+
+    Of groupings that are equally good it is the one with the fewest numbers in the highest group, then in the middle
+    one. Equal numbers share a group, so that there may be fewer than three.
+
+    Args:
+        numbers: finite.
+
+    Returns:
+        The group of each, 0 = the lowest.
+
+    >>> clusters([0.9, 0.1, 0.5, 0.95, 0.15])
+    (2, 0, 1, 2, 0)
+    """
+    values = sorted(set(numbers))
+    if len(values) <= 3:
+        return tuple(values.index(number) for number in numbers)
+    ratios = [Fraction(value) for value in values]
+    scale = math.lcm(*(ratio.denominator for ratio in ratios))
+    counts = [sum(number == value for number in numbers) for value in values]
+    count = [0, *accumulate(counts)]
+    total = [0, *accumulate(int(ratio * scale) * times for ratio, times in zip(ratios, counts, strict=True))]
+
+    def explained(cuts: tuple[int, int]) -> Fraction:  # what the grouping takes off the sum of squares, scaled
+        ends = pairwise((0, *cuts, len(values)))
+        parts = [Fraction((total[stop] - total[start]) ** 2, count[stop] - count[start]) for start, stop in ends]
+        return parts[0] + parts[1] + parts[2]
+
+    middle, high = max(combinations(range(1, len(values)), 2), key=lambda cuts: (explained(cuts), cuts[1], cuts[0]))
+    return tuple((number >= values[middle]) + (number >= values[high]) for number in numbers)
