@@ -23,12 +23,14 @@ from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.capture import hook_installed, query_capture, remove_hook
 from veloxfn_mlx_adapter.demo import load_demo
 from veloxfn_mlx_adapter.diagnostics import LayerDiagnostics, diagnostics
-from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache
+from veloxfn_mlx_adapter.prompt_cache import attach, detach, make_prompt_cache
 from veloxfn_mlx_adapter.ropes import rope_of
 
 __all__ = [
     "EvictingCache",
     "LayerDiagnostics",
+    "attach",
+    "detach",
     "diagnostics",
     "hook_installed",
     "load_demo",

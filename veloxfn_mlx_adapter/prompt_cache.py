@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 from mlx_lm.models import cache as mlx_lm_cache
@@ -13,13 +15,14 @@ from veloxfn_mlx_adapter import capture, ropes
 from veloxfn_mlx_adapter.cache import EvictingCache, policy_of
 from veloxfn_mlx_adapter.diagnostics import method_name
 
-__all__ = ["make_prompt_cache"]
+__all__ = ["Attachment", "attach", "detach", "make_prompt_cache", "stock_caches"]
 
 
 def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | None]) -> list[Any]:
     """One cache per layer of `model`, for `mlx_lm.generate(..., prompt_cache=...)` and whatever else takes one.
 
     Layers of full attention get an `EvictingCache`; sliding-window, recurrent and other layers keep the model's own.
+    The model is looked at in every call; `attach` does so once for many.
 
     Args:
         model: an `mlx_lm` model.
@@ -35,14 +38,159 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
         ValueError: a sequence of another length than the layers, no layer to evict from, a method that ranks by
             queries on a model whose attention does not show them, a rope that is not the layer's, or a pyramid over
             another number of layers.
-        TypeError: something that is no policy.
+        TypeError: something that is no policy, or no model.
 
     >>> caches = make_prompt_cache(model, veloxfn.policy(veloxfn.h2o.Config(budget=256)))  # doctest: +SKIP
     """
-    caches: list[Any] = mlx_lm_cache.make_prompt_cache(model)
+    caches = stock_caches(model)
+    with capture.query_capture(model):
+        return _planned(model, caches, policy).over(caches)
+
+
+def attach(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | None]) -> Attachment:
+    """Make eviction caches what `mlx_lm` gets whenever it asks `model` for caches: in `generate`, batches, a server.
+
+    The model is looked at once, here; caches are then made fresh for every use. Attaching again replaces. Until
+    `detach(model)`, or the end of a `with attach(model, policy):` block, which also brings back what was attached
+    around it.
+
+    Args:
+        model: an `mlx_lm` model; it gets an attribute `make_cache`, its weights are left alone.
+        policy: as for `make_prompt_cache`.
+
+    Returns:
+        The attachment, a context manager.
+
+    Raises:
+        ValueError: as `make_prompt_cache`; the model then stays as it was.
+        TypeError: something that is no policy, or no model.
+
+    >>> with attach(model, veloxfn.policy(veloxfn.h2o.Config(budget=256))):  # doctest: +SKIP
+    ...     text = mlx_lm.generate(model, tokenizer, "The sky is")
+    """
+    caches = stock_caches(model)
+    with capture.query_capture(model):
+        attachment = Attachment(model, _planned(model, caches, policy))
+    model.make_cache = attachment
+    return attachment
+
+
+def detach(model: Any) -> None:
+    """Give `model` back the `make_cache` that it had before `attach`, however often that was called.
+
+    Raises:
+        ValueError: nothing is attached.
+    """
+    attached = _attached(model)
+    if attached is None:
+        other = getattr(model, "__dict__", {}).get("make_cache")
+        why = "" if other is None else f": its make_cache is {other!r}"
+        raise ValueError(f"no eviction caches are attached to {_name(model)}{why}")
+    while isinstance(attached.before, Attachment):
+        attached = attached.before
+    attached.restore(model)
+
+
+class Attachment:
+    """A model's `make_cache` while eviction caches are attached; called, it makes them. `attach` returns one."""
+
+    def __init__(self, model: Any, plan: _Plan) -> None:
+        self._plan, self._model, self._entered = plan, weakref.ref(model), False  # weak: no cycle keeps the weights
+        around = _attached(model)
+        self.stock: Callable[[], Any] = _stock(model) if around is None else around.stock
+        self.before = vars(model).get("make_cache", _ABSENT)
+        if around is not None and not around._entered:
+            self.before = around.before
+        capture.hold(self)
+
+    def __call__(self) -> list[Any]:
+        """Fresh caches, in the model's order."""
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model that these caches were attached to is gone; attach to the one in use")
+        if not capture.hook_installed():  # remove_hook() was called meanwhile
+            with capture.query_capture(model):
+                capture.hold(self)
+        return self._plan.over(stock_caches(model))
+
+    def restore(self, model: Any) -> None:
+        """Put back the `make_cache` that was there before."""
+        if self.before is _ABSENT:
+            del model.make_cache
+        else:
+            model.make_cache = self.before
+
+    def __enter__(self) -> Attachment:
+        self._entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered = False
+        model = self._model()
+        held = None if model is None else _attached(model)
+        while isinstance(held, Attachment):
+            if held is self:
+                self.restore(model)
+                return
+            held = held.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        return self
+
+
+_ABSENT = object()
+
+
+def stock_caches(model: Any) -> list[Any]:
+    """The model's own caches, whatever is attached to it.
+
+    Raises:
+        TypeError: not a model.
+    """
+    if not hasattr(model, "layers") and not hasattr(model, "make_cache"):
+        hint = "; mlx_lm.load returns (model, tokenizer)" if isinstance(model, tuple) else ""
+        raise TypeError(f"model must be an mlx_lm model, got {type(model).__name__}{hint}")
+    attached = _attached(model)
+    if attached is None:
+        return cast(list[Any], mlx_lm_cache.make_prompt_cache(model))
+    make = attached.stock()
+    stand_in = SimpleNamespace(layers=model.layers) if make is None else SimpleNamespace(make_cache=make)
+    return cast(list[Any], mlx_lm_cache.make_prompt_cache(stand_in))
+
+
+def _attached(model: Any) -> Attachment | None:
+    held = getattr(model, "__dict__", {}).get("make_cache")
+    return held if isinstance(held, Attachment) else None
+
+
+def _stock(model: Any) -> Callable[[], Any]:
+    """Returns the model's own make_cache, None where it has none, and does not keep the model alive."""
+    make = getattr(model, "make_cache", None)
+    if isinstance(make, MethodType) and make.__self__ is model:
+        return weakref.WeakMethod(make)
+    return lambda: make
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which layers evict, and how."""
+
+    owner: str
+    policies: dict[int, Policy[Any]]  # by layer
+    counts_block: frozenset[int]  # layers whose model reads the offset between update and attention
+
+    def over(self, caches: list[Any]) -> list[Any]:
+        """Caches of a model, with those of evicting layers in place of its own."""
+        for i, policy in self.policies.items():
+            caches[i] = EvictingCache(policy, layer=i, owner=self.owner, counts_block=i in self.counts_block)
+        return caches
+
+
+def _planned(model: Any, caches: list[Any], policy: Any) -> _Plan:
+    """Check a policy against a model and its own caches. The query hook must be installed."""
     full = [type(cache) is mlx_lm_cache.KVCache for cache in caches]
     policies = _per_layer(_spread(policy, full), len(caches))
-    owner = f"{type(model).__module__}.{type(model).__name__}"
+    owner = _name(model)
     wanted = [i for i, chosen in enumerate(policies) if chosen is not None and full[i]]
     if not wanted:
         kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
@@ -56,25 +204,26 @@ def make_prompt_cache(model: Any, policy: Policy[Any] | Sequence[Policy[Any] | N
         for chosen, is_full in zip(policies, full, strict=True)
         if is_full
     }
-    with capture.query_capture(model):
-        probes = _placed(model, caches, policies, wanted)
-        for i in wanted:
-            chosen = cast(Policy[Any], policies[i])
-            if len(budgets) > 1 and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
-                raise ValueError(
-                    f"layers of {owner} share one mask and do not call mlx_lm's scaled_dot_product_attention, which "
-                    f"fits it to each: give all full-attention layers one budget, got {sorted(budgets, key=str)}"
-                )
-            if chosen.config.needs_queries and not capture.uses_hook(
-                layers[i] if len(layers) == len(caches) else model
-            ):
-                raise ValueError(
-                    f"{method_name(chosen.config)} ranks by the model's queries, but layer {i} of {owner} does not "
-                    f"call mlx_lm's scaled_dot_product_attention, which shows them; "
-                    f"methods without queries (knorm, streaming_llm) work with it"
-                )
-            caches[i] = EvictingCache(chosen, layer=i, owner=owner, counts_block=i in probes and probes[i].counts_block)
-    return caches
+    probes = _placed(model, caches, policies, wanted)
+    for i in wanted:
+        chosen = cast(Policy[Any], policies[i])
+        if len(budgets) > 1 and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
+            raise ValueError(
+                f"layers of {owner} share one mask and do not call mlx_lm's scaled_dot_product_attention, which "
+                f"fits it to each: give all full-attention layers one budget, got {sorted(budgets, key=str)}"
+            )
+        if chosen.config.needs_queries and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
+            raise ValueError(
+                f"{method_name(chosen.config)} ranks by the model's queries, but layer {i} of {owner} does not "
+                f"call mlx_lm's scaled_dot_product_attention, which shows them; "
+                f"methods without queries (knorm, streaming_llm) work with it"
+            )
+    counts = frozenset(i for i in wanted if i in probes and probes[i].counts_block)
+    return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts)
+
+
+def _name(model: Any) -> str:
+    return f"{type(model).__module__}.{type(model).__name__}"
 
 
 def _spread(policy: Any, full: list[bool]) -> Any:
@@ -96,11 +245,12 @@ def _placed(
     turned = [i for i in wanted if isinstance(chosen[i].config.placement, Contiguous)]
     if not turned:
         return {}
-    owner = f"{type(model).__module__}.{type(model).__name__}"
+    owner = _name(model)
     if len(list(getattr(model, "layers", []))) != len(policies):
         raise ValueError(f"placement=Contiguous needs one cache per layer of {owner}, got {len(policies)} caches")
     kinds = (mlx_lm_cache.KVCache, mlx_lm_cache.RotatingKVCache)
-    probes = ropes.probed(model, [i for i, cache in enumerate(caches) if type(cache) in kinds])
+    held = [i for i, cache in enumerate(caches) if type(cache) in kinds]
+    probes = ropes.probed(model, held, stock_caches)
     rotating = [i for i, probe in probes.items() if probe.rotates()]
     for i in turned:
         ropes.refuse_latent(model, probes[i])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -175,17 +175,17 @@ class _ProbeCache(mlx_lm_cache._BaseCache, capture.AttentionObserver):  # type: 
         return output
 
 
-def probed(model: Any, layers: Sequence[int]) -> dict[int, LayerProbe]:
+def probed(model: Any, layers: Sequence[int], stock: Callable[[Any], list[Any]]) -> dict[int, LayerProbe]:
     """What the layers cache of single tokens at several positions; three steps of the model.
 
-    The query hook must be installed.
+    The query hook must be installed. `stock` makes the model's own caches, for the other layers.
 
     Raises:
         ValueError: the model cannot be run on single tokens.
     """
     probes = {i: LayerProbe(i) for i in layers}
     for position in _POSITIONS:
-        caches = mlx_lm_cache.make_prompt_cache(model)
+        caches = stock(model)
         for i, probe in probes.items():
             caches[i] = _ProbeCache(probe, position)
         tokens = mx.arange(_TOKENS)[:, None]
