@@ -109,13 +109,22 @@ def layer_budgets(config: Config) -> tuple[int, ...]:
     floor = config.recent_rows if config.taper is None else config.sink + 1
     rows = _dealt(config, floor)
     if not _accepts(config.scorer, rows[-1]):
-        floor = next(budget for budget in range(floor, config.budget + 1) if _accepts(config.scorer, budget))
+        floor = least_budget(config.scorer, floor)
         rows = _dealt(config, floor)
     return rows
 
 
 def _dealt(config: Config, floor: int) -> tuple[int, ...]:
     return budgets.pyramid(config.layers, config.budget, beta=config.beta, taper=config.taper, floor=floor)
+
+
+def least_budget(scorer: Retention, low: int = 1) -> int:
+    """The least budget from `low` on, up to its own, that a Config accepts: its windows must fit.
+
+    >>> least_budget(snapkv.Config(budget=64, window=32))
+    33
+    """
+    return next(budget for budget in range(low, scorer.budget + 1) if _accepts(scorer, budget))
 
 
 def _accepts(scorer: Retention, budget: int) -> bool:
