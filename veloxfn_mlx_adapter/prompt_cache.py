@@ -11,7 +11,7 @@ from typing import Any, cast
 from mlx_lm.models import cache as mlx_lm_cache
 
 from veloxfn import Contiguous, Policy, Retention, pyramidkv
-from veloxfn_mlx_adapter import capture, ropes
+from veloxfn_mlx_adapter import capture, measured, ropes
 from veloxfn_mlx_adapter.cache import EvictingCache, policy_of
 from veloxfn_mlx_adapter.diagnostics import method_name
 
@@ -218,6 +218,7 @@ def _planned(model: Any, caches: list[Any], policy: Any) -> _Plan:
                 f"call mlx_lm's scaled_dot_product_attention, which shows them; "
                 f"methods without queries (knorm, streaming_llm) work with it"
             )
+    measured.warn_of(cast(Policy[Any], policies[i]).config for i in wanted)
     counts = frozenset(i for i in wanted if i in probes and probes[i].counts_block)
     return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts)
 

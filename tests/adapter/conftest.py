@@ -1,6 +1,7 @@
 """Tiny random models of several families, and the trained demo model where its package is installed."""
 
 import importlib
+import warnings
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 from mlx_lm.models import cache as mlx_lm_cache
 
 from veloxfn_mlx_adapter import demo, make_prompt_cache
+from veloxfn_mlx_adapter.measured import MeasuredWorse
 
 _BASE = {
     "hidden_size": 32,
@@ -60,6 +62,12 @@ def tiny_model(family="llama", dtype=mx.float32, **changes):
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
+
+
+@pytest.fixture(autouse=True)
+def whatever_was_measured():
+    """Methods are tried here in every way, those that are warned of (`test_measured.py`) too."""
+    warnings.simplefilter("ignore", MeasuredWorse)
 
 
 @pytest.fixture(scope="session")

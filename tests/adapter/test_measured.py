@@ -8,7 +8,7 @@ import pytest
 
 import veloxfn
 from veloxfn import cam, h2o, keyformer, knorm, pyramidkv, snapkv, streaming_llm, tova
-from veloxfn_mlx_adapter import measured
+from veloxfn_mlx_adapter import attach, detach, make_prompt_cache, measured
 from veloxfn_mlx_adapter.measured import MeasuredWorse, measured_worse, warn_of
 
 FIGURES = pathlib.Path(__file__).parents[2] / "benchmarks" / "README.md"
@@ -126,3 +126,26 @@ def test_where_warnings_are_errors_each_use_is_one(untold):
     for _ in range(2):
         with pytest.raises(MeasuredWorse):
             warn_of([cam.Config()])
+
+
+def test_making_caches_warns_once_for_all_layers_and_points_to_the_caller(tiny, untold):
+    model, policies = tiny(), [veloxfn.policy(cam.Config(budget=budget)) for budget in (16, 20)]
+    with pytest.warns(MeasuredWorse, match=r"cam with .* 0.137 against 0.096 nats") as caught:
+        make_prompt_cache(model, policies)
+    assert [warning.filename for warning in caught] == [__file__]
+    make_prompt_cache(model, policies)
+    make_prompt_cache(model, veloxfn.policy(h2o.Config(budget=16)))
+
+
+def test_attaching_warns_and_later_caches_do_not(tiny, untold):
+    model = tiny()
+    with pytest.warns(MeasuredWorse, match="h2o with query_source") as caught:
+        made = attach(model, veloxfn.policy(h2o.Config(budget=16, query_source="key_proxy")))
+    assert [warning.filename for warning in caught] == [__file__]
+    made()
+    detach(model)
+
+
+def test_a_refused_policy_is_not_warned_of(tiny, untold):
+    with pytest.raises(ValueError, match="one entry per cache"):
+        make_prompt_cache(tiny(), [veloxfn.policy(cam.Config(budget=16))])
