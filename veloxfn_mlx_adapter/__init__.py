@@ -21,20 +21,28 @@ except ModuleNotFoundError as error:
 
 from veloxfn_mlx_adapter.cache import EvictingCache
 from veloxfn_mlx_adapter.capture import hook_installed, query_capture, remove_hook
+from veloxfn_mlx_adapter.cosines import layer_cosines
 from veloxfn_mlx_adapter.demo import load_demo
-from veloxfn_mlx_adapter.diagnostics import LayerDiagnostics, diagnostics
+from veloxfn_mlx_adapter.diagnostics import LayerDiagnostics, describe, diagnostics
+from veloxfn_mlx_adapter.measured import MeasuredWorse, measured_worse
+from veloxfn_mlx_adapter.policies import layer_policies
 from veloxfn_mlx_adapter.prompt_cache import attach, detach, make_prompt_cache
 from veloxfn_mlx_adapter.ropes import rope_of
 
 __all__ = [
     "EvictingCache",
     "LayerDiagnostics",
+    "MeasuredWorse",
     "attach",
+    "describe",
     "detach",
     "diagnostics",
     "hook_installed",
+    "layer_cosines",
+    "layer_policies",
     "load_demo",
     "make_prompt_cache",
+    "measured_worse",
     "query_capture",
     "remove_hook",
     "rope_of",
