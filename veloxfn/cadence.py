@@ -107,7 +107,7 @@ class _Block(NamedTuple):
 
     keys: mx.array  # [N, S, D]
     values: mx.array  # [N, S, Dv]
-    rotations: mx.array  # [N, S] int32, or [N, 0]
+    rotations: mx.array | None  # [N, S] int32, where the placement is contiguous
     queries: mx.array | None  # [N, G, S, D]
     valid: mx.array  # [N, S] bool
 
@@ -121,7 +121,8 @@ class _Block(NamedTuple):
 
     def _part(self, now: slice) -> _Block:
         queries = None if self.queries is None else self.queries[:, :, now]
-        return _Block(self.keys[:, now], self.values[:, now], self.rotations[:, now], queries, self.valid[:, now])
+        rotations = None if self.rotations is None else self.rotations[:, now]
+        return _Block(self.keys[:, now], self.values[:, now], rotations, queries, self.valid[:, now])
 
 
 def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) -> Callable[..., S]:
@@ -129,12 +130,12 @@ def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) 
         state: S,
         keys: mx.array,
         values: mx.array,
-        rotations: mx.array,
+        rotations: mx.array | None,
         queries: mx.array | None,
         valid: mx.array,
     ) -> S:
         state = absorb(config, state, keys, values, valid=valid)
-        if rotations.shape[1]:
+        if rotations is not None:
             state = with_slots(state, with_arrival_rotations(state.slots, rotations))
         if queries is not None:
             queries = seen_queries(config.placement, state.slots, queries)

@@ -31,6 +31,7 @@ __all__ = [
     "map_columns",
     "ordered",
     "settle",
+    "shrink",
     "streams",
     "take_back",
     "take_rows",
@@ -311,10 +312,10 @@ def arrivals(slots: Slots) -> tuple[mx.array, mx.array]:
     return mx.take_along_axis(slots.keys, index, axis=1), mx.take_along_axis(slots.values, index, axis=1)
 
 
-def arrival_rotations(slots: Slots) -> mx.array:
-    """Positions [N, S] int32 that the keys of the block arrived rotated at; [N, 0] where the slots hold none."""
+def arrival_rotations(slots: Slots) -> mx.array | None:
+    """Positions [N, S] int32 that the keys of the block arrived rotated at; None where the slots hold none."""
     if slots.rotations.shape[1] == 0:
-        return slots.rotations
+        return None
     return mx.take_along_axis(slots.rotations, mx.maximum(slots.arrived, 0), axis=1)
 
 
@@ -350,6 +351,29 @@ def gather_slots(state: S, keep: mx.array) -> S:
         rotations=select(slots.rotations) if slots.rotations.shape[1] else slots.rotations,
     )
     return map_columns(select, with_slots(state, slots))
+
+
+def shrink(state: S, length: int) -> S:
+    """The state without the slots that are free in every row, the others in temporal order, free ones first.
+
+    Args:
+        state: a state whose last block was evicted.
+        length: slots that stay; no row may hold more tokens.
+
+    Returns:
+        A state with n = length.
+    """
+    slots = state.slots
+    size, missing = slots.keys.shape[1], slots.keys.shape[1] - length
+    index = mx.argsort(slots.positions, axis=1)[:, slots.positions.shape[1] - length :].astype(mx.int32)
+    state = gather_slots(state, index)
+    slots = state.slots._replace(
+        keys=mx.pad(state.slots.keys, [(0, 0), (0, missing), (0, 0)]),
+        values=mx.pad(state.slots.values, [(0, 0), (0, missing), (0, 0)]),
+    )
+    if slots.rotations.shape[1]:
+        slots = slots._replace(rotations=mx.pad(slots.rotations, [(0, 0), (0, size - slots.rotations.shape[1])]))
+    return with_slots(state, slots)
 
 
 def map_columns(function: Callable[[mx.array], mx.array], state: S) -> S:

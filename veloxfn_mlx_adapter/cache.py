@@ -1,28 +1,30 @@
-"""An mlx_lm cache of one layer over a pure veloxfn state."""
+"""A cache of one layer over a pure veloxfn state, in the form that mlx_lm's models expect."""
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models import cache as mlx_lm_cache
 
 import veloxfn
 from veloxfn import Contiguous, Policy, Retention
 from veloxfn.slots import take_back
-from veloxfn_mlx_adapter import capture, observed, portable, stepping
-from veloxfn_mlx_adapter.diagnostics import Diagnosed
+from veloxfn_mlx_adapter import capture, hosts, observed, portable, ragged, stepping
+from veloxfn_mlx_adapter.batching import Batched
+from veloxfn_mlx_adapter.lockstep import Lockstep
 
 __all__ = ["EvictingCache", "policy_of"]
 
 
-class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnosed):  # type: ignore[misc]
+class EvictingCache(capture.AttentionObserver, Batched):
     """Key/value cache of one attention layer that keeps `budget` rows per kv head from call to call.
 
     A call returns everything kept before it and its own block, as mlx_lm's masks expect; the eviction that follows a
     block is held back until the next call. So a prompt fed in one call attends to all of itself, and the last block can
-    be taken back exactly (`trim`). Rows are batch x kv heads; the sequences of a batch have one length.
+    be taken back exactly (`trim`). Rows are batch x kv heads. The sequences of a batch may have different lengths: see
+    `merge`, `extend`, `filter`, `extract`, `prepare` and `finalize`, which mlx_lm's batch generation calls.
 
     Args:
         policy: a method with its config bound, as `veloxfn.policy` returns it.
@@ -30,30 +32,41 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         owner: name of the model, for errors.
         counts_block: whether the model reads `offset` between `update_and_fetch` and its attention, where it is to
             count the block; only matters with `placement=Contiguous`.
+        lockstep: what the caches of one model share to notice a forward pass that broke off; None = nothing.
     """
 
     def __init__(
-        self, policy: Policy[Any], *, layer: int = 0, owner: str = "the model", counts_block: bool = False
+        self,
+        policy: Policy[Any],
+        *,
+        layer: int = 0,
+        owner: str = "the model",
+        counts_block: bool = False,
+        lockstep: Lockstep | None = None,
     ) -> None:
         self._policy = policy
         self._layer = layer
         self._owner = owner
         self._state: Any = None  # the method's; None before the first token
         self._queries: mx.array | None = None  # [N, G, S, D] of the block that awaits eviction
-        self._next: Any = None  # the state after that eviction, where attention has carried it out
+        self._next: Any = None  # the state after that eviction, where it was carried out already
         self._complaint = ""  # why attention showed no usable queries
-        self._batch, self._heads, self._seen = 0, 0, 0
+        self._heads = 0
+        self._sequences = ragged.Sequences()
         self._counts_block, self._attending = counts_block, False
+        self._lockstep = lockstep
         capture.hold(self)
 
     # A forward pass: offset, make_mask, update_and_fetch, observe.
 
     @property
-    def offset(self) -> int:
-        """Rotary position of the next token: tokens seen, with `placement=Contiguous` tokens kept."""
-        if not isinstance(self.config.placement, Contiguous):
-            return self._seen
-        return self._rows if self._attending else min(self._seen, self.config.budget)
+    def offset(self) -> int | mx.array:
+        """Rotary position of the next token: tokens seen, with `placement=Contiguous` tokens kept.
+
+        [B] int32 where the sequences of a batch differ; below 0 by the padding that comes first.
+        """
+        budget = self.config.budget if isinstance(self.config.placement, Contiguous) else None
+        return self._sequences.offsets(budget, with_block=self._attending)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The mask of the next N tokens over what `update_and_fetch` will return.
@@ -64,23 +77,30 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             window_size: width of a sliding window.
 
         Returns:
-            None for one token, "causal" for others, or [N, kept + N] bool aligned at the lower right.
+            None for one token, "causal" for others, or [N, kept + N] bool aligned at the lower right; [B, 1, N, kept +
+            N] bool where sequences differ in length.
 
         Raises:
             ValueError: a sliding window after an eviction: evicted rows leave gaps that differ from layer to layer.
         """
-        if window_size is not None and self._seen + N > window_size:
-            if self._seen > self.config.budget:
+        seen, budget = self._sequences.longest, self.config.budget
+        uneven = self._sequences.uneven(self._kept, budget, N)
+        if window_size is not None and seen + N > window_size:
+            if seen > budget or uneven:
                 raise ValueError(
-                    f"{self._owner} asks for a sliding window of {window_size} over a cache that has evicted rows "
-                    f"(budget {self.config.budget}, {self._seen} tokens seen); give such layers no policy: None"
+                    f"{self._owner} asks for a sliding window of {window_size} over a cache that has evicted rows or "
+                    f"holds sequences of different lengths (budget {budget}, {seen} tokens seen); give such layers no "
+                    f"policy: None"
                 )
-            return cast(mx.array, mlx_lm_cache.create_causal_mask(N, self._seen, window_size=window_size))
+            here = mx.arange(seen + N)
+            return (here <= here[seen:, None]) & (here > here[seen:, None] - window_size)
+        if uneven:
+            return self._coming_mask(N)
         if N == 1:
             return None
         if not return_array:
             return "causal"
-        kept = min(self._seen, self.config.budget) if N else self._rows
+        kept = self._kept if N else self._rows
         return mx.arange(kept + N) <= mx.arange(kept, kept + N)[:, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -97,32 +117,39 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         Raises:
             ValueError: other batch, heads or dimensions than before.
             TypeError: another dtype than before.
-            RuntimeError: the method ranks by queries and attention did not show those of the block before.
+            RuntimeError: the method ranks by queries and attention did not show those of the block before, or another
+                layer's cache has seen another number of tokens.
         """
         if keys.ndim != 4 or values.shape[:-1] != keys.shape[:-1]:
             raise ValueError(
                 f"keys must be [B, Hkv, N, D] and values [B, Hkv, N, Dv], got {keys.shape} and {values.shape}"
             )
         batch, heads, count, dim = keys.shape
-        if self._state is not None and (batch, heads) != (self._batch, self._heads):
+        sequences = ragged.Sequences.new(batch) if self._sequences.blank else self._sequences
+        if batch != len(sequences) or (self._state is not None and heads != self._heads):
             raise ValueError(
-                f"this cache holds [B, Hkv] = [{self._batch}, {self._heads}], got keys {keys.shape}: "
-                f"sequences cannot join or leave a batch"
+                f"this cache holds [B, Hkv] = [{len(sequences)}, {self._heads or heads}], got keys {keys.shape}; "
+                f"sequences join and leave by extend and filter"
             )
         if count == 0:
             return (keys, values) if self._state is None else self._view()
         keys, values = (block.reshape(batch * heads, count, block.shape[3]) for block in (keys, values))
+        sequences = sequences.fed(count)
+        if self._lockstep is not None:
+            self._lockstep.check(self._layer, before=self._sequences.longest, after=sequences.longest)
+        valid = ragged.valid_of(sequences.spans, count)
+        valid = None if valid is None else mx.repeat(valid, heads, axis=0)
         if self._state is None:
-            streams = veloxfn.streams(batch, heads, self._layer)
-            state = self._policy.init_state(batch * heads, dim, values.shape[2], dtype=keys.dtype, streams=streams)
-            state, pair = stepping.absorbed(self._policy, state, keys, values)
-        elif self._next is not None and count == 1:
+            state = self._fresh(batch, heads, dim, values.shape[2], keys.dtype)
+            state, pair = stepping.absorbed(self._policy, state, keys, values, valid)
+        elif self._next is not None and count == 1 and valid is None and stepping.is_full(self._policy, self._next):
             state, pair = stepping.absorbed_in_step(self._policy, self._next, keys, values)
         else:
-            state, pair = stepping.absorbed(self._policy, self._after_eviction(), keys, values)
+            state, pair = stepping.absorbed(self._policy, self._after_eviction(), keys, values, valid)
         self._state, self._next, self._queries, self._complaint = state, None, None, ""
-        self._batch, self._heads, self._seen = batch, heads, self._seen + count
-        self._attending = self._counts_block
+        self._heads, self._sequences, self._attending = heads, sequences, self._counts_block
+        if self._lockstep is not None:
+            self._lockstep.note(self._layer, sequences.longest)
         return self._per_head(pair)
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any) -> Any:
@@ -132,12 +159,14 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         """
         self._attending = False
         if self.config.needs_queries and self._pending and self._queries is None:
-            cached = [self._batch, self._heads, self._rows, self._state.slots.keys.shape[2]]
+            cached = [len(self._sequences), self._heads, self._rows, self._state.slots.keys.shape[2]]
             self._complaint = observed.complaint(queries, keys, mask, cached=cached, arrivals=self._pending)
             if not self._complaint:
                 self._queries = observed.per_row(queries, heads=self._heads, scale=scale)
         if self._next is None and not self._complaint and stepping.is_steady(self._policy, self._state):
             self._next = stepping.evicted_in_step(self._policy, self._state, self._queries)
+        if self._has_gaps() and observed.can_be_replaced(mask) and keys.shape[-2] == self._rows:
+            return ragged.visible(self._state, batch=len(self._sequences))
         return observed.fitted(mask, columns=keys.shape[-2], count=queries.shape[-2])
 
     def tied(self, output: mx.array) -> mx.array:
@@ -163,17 +192,18 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         self._state = _with_keys_tied(self._state, tied)
         self._next = None if self._next is None else _with_keys_tied(self._next, tied)
 
-    # Eviction, and what is refused. `merge` is absent: mlx_lm then serves sequences one by one.
+    # Eviction, and what is refused.
 
     def settle(self) -> None:
         """Carry out the eviction that is held back; afterwards the last block cannot be taken back."""
         if self._pending:
             self._state = self._after_eviction()
             self._next, self._queries, self._complaint = None, None, ""
+            self._sequences = self._sequences.settled()
 
     def is_trimmable(self) -> bool:
         """Whether any number of tokens can be taken back: while all that were seen came in the last call."""
-        return self._seen == self._pending
+        return not any(self._sequences.before())
 
     def trim(self, n: int) -> int:
         """Take back the last n tokens, exactly.
@@ -193,7 +223,9 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             left = self._pending - n
             self._state, self._next = take_back(self._state, n, budget=self.config.budget), None
             self._queries = self._queries[:, :, :left] if left and self._queries is not None else None
-            self._seen, self._attending = self._seen - n, False
+            self._sequences, self._attending = self._sequences.taken_back(left), False
+            if self._lockstep is not None:
+                self._lockstep.note(self._layer, self._sequences.longest)
         return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> None:
@@ -216,9 +248,8 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
             "config": portable.written(self.config),
             "layer": self._layer,
             "owner": self._owner,
-            "batch": self._batch,
             "heads": self._heads,
-            "seen": self._seen,
+            **self._sequences.record(),
             "counts_block": self._counts_block,
             "queries": self._queries is not None,
         }
@@ -226,18 +257,23 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
 
     @state.setter
     def state(self, arrays: list[mx.array]) -> None:
-        record, held = portable.record_of(arrays[0]), list(arrays[1:])
+        record, held = portable.record_of(arrays[0] if arrays else None), list(arrays[1:])
         bound: Policy[Any] | None = getattr(self, "_policy", None)
         same = bound is not None and portable.written(bound.config) == record["config"]
         policy = bound if bound is not None and same else policy_of(portable.config_of(record["config"]))
-        self._queries = held.pop() if record["queries"] else None
-        self._state = portable.state_of(policy, held)
-        self._policy, self._layer, self._owner = policy, record["layer"], record["owner"]
-        self._batch, self._heads, self._seen = record["batch"], record["heads"], record["seen"]
+        queries = held.pop() if record["queries"] and held else None
+        state = portable.state_of(policy, held)
+        portable.check(record, policy, state, queries)
+        self._policy, self._state, self._queries = policy, state, queries
+        self._layer, self._owner, self._heads = record["layer"], record["owner"], record["heads"]
+        self._sequences = ragged.Sequences.of(record)
         self._counts_block, self._attending = record["counts_block"], False
         self._next, self._complaint = None, ""
         if bound is None:
+            self._lockstep = None
             capture.hold(self)
+        elif self._lockstep is not None:
+            self._lockstep.note(self._layer, self._sequences.longest)
 
     @property
     def meta_state(self) -> str:
@@ -260,21 +296,24 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         """An independent cache. Arrays never change, so both share them until one goes on."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
+        made._lockstep = None
         capture.hold(made)
         return made
 
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        return self.copy()
+        made = self.copy()
+        made._lockstep = copy.deepcopy(self._lockstep, memo)  # one for all caches that are copied together
+        return made
 
     def size(self) -> int:
-        """Tokens seen, as in mlx_lm's unbounded cache."""
-        return self._seen
+        """Tokens seen, as in mlx_lm's unbounded cache; of the longest sequence of a batch."""
+        return self._sequences.longest
 
     def empty(self) -> bool:
         """Whether no token has been seen."""
-        return self._seen == 0
+        return self._sequences.longest == 0
 
     @property
     def nbytes(self) -> int:
@@ -294,6 +333,24 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
         length = 0 if self._state is None else cast(int, self._state.slots.positions.shape[1])
         return length if self._pending else min(length, self.config.budget)
 
+    @property
+    def _kept(self) -> int:
+        """Rows that the next block will find."""
+        length = 0 if self._state is None else cast(int, self._state.slots.positions.shape[1])
+        return min(length, self.config.budget)
+
+    def _has_gaps(self) -> bool:
+        """Whether some of the rows that the block attends to are free."""
+        return self._pending > 0 and min(self._sequences.live(self.config.budget)) < self._rows
+
+    def _coming_mask(self, count: int) -> mx.array:
+        """[B, 1, count, kept + count] for sequences of different lengths."""
+        if self._pending and self._next is None:
+            self._next = self._after_eviction()
+        valid = ragged.valid_of(self._sequences.next_spans(count), count)
+        batch, budget = len(self._sequences), self.config.budget
+        return ragged.coming_mask(self._after_eviction(), valid, batch=batch, count=count, budget=budget)
+
     def _arrays(self) -> list[mx.array]:
         return portable.leaves(self._state) + ([] if self._queries is None else [self._queries])
 
@@ -302,7 +359,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
 
     def _per_head(self, pair: stepping.Pair) -> stepping.Pair:
         """Keys and values [N, n, ..] as [B, Hkv, n, ..]."""
-        keys, values = (array.reshape(self._batch, self._heads, *array.shape[1:]) for array in pair)
+        keys, values = (array.reshape(len(self._sequences), self._heads, *array.shape[1:]) for array in pair)
         return keys, values
 
     def _after_eviction(self) -> Any:
@@ -325,7 +382,7 @@ class EvictingCache(mlx_lm_cache._BaseCache, capture.AttentionObserver, Diagnose
                 why = "remove_hook() was called; make the caches anew, or run the model inside query_capture()"
             raise RuntimeError(
                 f"{type(self.config).__module__} ranks by the model's queries, but {why} "
-                f"(layer {self._layer}, {self._seen} tokens seen). knorm and streaming_llm need no queries"
+                f"(layer {self._layer}, {self._sequences.longest} tokens seen). knorm and streaming_llm need no queries"
             )
         return self._queries
 
@@ -341,5 +398,4 @@ def policy_of(config: Retention) -> Policy[Any]:
     return veloxfn.policy(config)
 
 
-# `mlx_lm.models.cache.load_prompt_cache` looks classes up by name in its own module.
-mlx_lm_cache.EvictingCache = EvictingCache
+hosts.register(EvictingCache)

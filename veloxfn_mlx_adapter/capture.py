@@ -1,9 +1,9 @@
-"""Hand the queries of mlx_lm's attention to the caches that observe it.
+"""Hand the queries of a model's attention to the caches that observe it.
 
-`mlx_lm` models call `mlx_lm.models.base.scaled_dot_product_attention(queries, keys, values, cache=...)`. While any
-observing cache is alive that function, wherever a loaded module refers to it, is replaced by one that shows the call to
-the cache first. For any other cache the replacement does nothing but call the original, and with the last observing
-cache it goes.
+Models of `mlx_lm` (and of hosts of the same shape, see hosts.py) call `models.base.scaled_dot_product_attention` with
+queries, keys, values and `cache=`. While any observing cache is alive that function, wherever a loaded module refers to
+it, is replaced by one that shows the call to the cache first. For any other cache the replacement does nothing but call
+the original, and with the last observing cache it goes. A model of one's own calls `attention` instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,26 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models import base
 
-__all__ = ["AttentionObserver", "hold", "hook_installed", "modules_of", "query_capture", "remove_hook", "uses_hook"]
+from veloxfn_mlx_adapter.hosts import ATTENTION, HOSTS, bases, of_hosts
 
-_NAME, _TRIM = "scaled_dot_product_attention", "trim_prompt_cache"
+__all__ = [
+    "AttentionObserver",
+    "attention",
+    "hold",
+    "hook_installed",
+    "modules_of",
+    "query_capture",
+    "remove_hook",
+    "uses_hook",
+]
+
+_TRIM = "trim_prompt_cache"
 _lock = threading.RLock()
 _tokens = itertools.count()
 _holders: set[int] = set()
-_outside: dict[str, ModuleType] = {}  # modules of models that are not mlx_lm's own
-_swap: list[Callable[..., mx.array]] = []  # [original, replacement] while installed
+_outside: dict[str, ModuleType] = {}  # modules of models that are not a host's own
+_swaps: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {}  # host's base: original, replacement
 _trims: list[Callable[..., Any]] = []  # mlx_lm.generate's own trim_prompt_cache while it is replaced
 
 
@@ -44,9 +54,35 @@ class AttentionObserver:
         raise NotImplementedError
 
 
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, cache: Any, scale: float, mask: Any = None, **options: Any
+) -> mx.array:
+    """MLX's attention, shown to the cache: what a model of no known host calls after `cache.update_and_fetch`.
+
+    Args:
+        queries: [B, Hq, N, D].
+        keys: [B, Hkv, n, D], of `update_and_fetch`.
+        values: [B, Hkv, n, Dv].
+        cache: an `EvictingCache`, or any other cache or None, which sees nothing.
+        scale: what the products are multiplied by.
+        mask: what `cache.make_mask` returned.
+        options: of `mx.fast.scaled_dot_product_attention`, such as `sinks`.
+
+    Returns:
+        [B, Hq, N, Dv].
+    """
+    return _shown(_plain, queries, keys, values, cache, scale, mask, options)
+
+
+def _plain(
+    queries: mx.array, keys: mx.array, values: mx.array, *, cache: Any, scale: float, mask: Any, **options: Any
+) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, **options)
+
+
 def hook_installed() -> bool:
-    """Whether attention calls are being shown to their caches now."""
-    return bool(_swap)
+    """Whether attention calls of the loaded hosts are being shown to their caches now."""
+    return bool(_holders)
 
 
 def hold(owner: object) -> None:
@@ -83,8 +119,10 @@ def modules_of(model: Any) -> list[ModuleType]:
 
 def uses_hook(layer: Any) -> bool:
     """Whether a module of `layer` refers to the hooked function, so that it can be called there."""
-    targets = {id(base), id(getattr(base, _NAME)), *map(id, _swap)}
-    modules = [module for module in modules_of(layer) if module is not base]
+    found = list(bases())
+    targets = {id(base) for base in found} | {id(getattr(base, ATTENTION)) for base in found}
+    targets |= {id(function) for swap in _swaps.values() for function in swap} | {id(attention)}
+    modules = [module for module in modules_of(layer) if module not in found]
     return any(id(value) in targets for module in modules for value in vars(module).values())
 
 
@@ -92,11 +130,13 @@ def _acquire(modules: Iterable[ModuleType]) -> int:
     with _lock:
         token = next(_tokens)
         _holders.add(token)
-        _outside.update((module.__name__, module) for module in modules if not _of_mlx_lm(module.__name__))
-        if not _swap:
-            original = getattr(base, _NAME)
-            _swap.extend((original, _observed(original)))
-        _replace(*_swap)
+        _outside.update((module.__name__, module) for module in modules if module.__name__.split(".")[0] not in HOSTS)
+        for base in bases():
+            if base.__name__ not in _swaps:
+                original = getattr(base, ATTENTION)
+                _swaps[base.__name__] = (original, _observed(original))
+        for swap in _swaps.values():
+            _replace(*swap)
         _rewind_exactly()
         return token
 
@@ -134,21 +174,15 @@ def _rewind_exactly() -> None:
 def _restore() -> None:
     if _trims:
         setattr(sys.modules["mlx_lm.generate"], _TRIM, _trims.pop())
-    if _swap:
-        original, replacement = _swap
+    for original, replacement in _swaps.values():
         _replace(replacement, original)
-        _swap.clear()
-        _outside.clear()
-
-
-def _of_mlx_lm(name: str) -> bool:
-    return name == "mlx_lm" or name.startswith("mlx_lm.")
+    _swaps.clear()
+    _outside.clear()
 
 
 def _replace(old: Callable[..., mx.array], new: Callable[..., mx.array]) -> None:
-    """Put `new` wherever a loaded module of mlx_lm, or one that was named, holds `old`."""
-    loaded = [module for name, module in list(sys.modules.items()) if _of_mlx_lm(name)]
-    for module in [*loaded, *_outside.values()]:
+    """Put `new` wherever a loaded module of a host, or one that was named, holds `old`."""
+    for module in [*of_hosts(), *_outside.values()]:
         held = getattr(module, "__dict__", {})
         for name in [name for name, value in list(held.items()) if value is old]:
             setattr(module, name, new)
@@ -168,9 +202,22 @@ def _observed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: Any,
         **options: Any,
     ) -> mx.array:
-        if not isinstance(cache, AttentionObserver):
-            return original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
-        mask = cache.observe(queries, keys, scale, mask)
-        return cache.tied(original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options))
+        return _shown(original, queries, keys, values, cache, scale, mask, options)
 
     return attend
+
+
+def _shown(
+    attend: Callable[..., mx.array],
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    options: dict[str, Any],
+) -> mx.array:
+    if not isinstance(cache, AttentionObserver):
+        return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+    mask = cache.observe(queries, keys, scale, mask)
+    return cache.tied(attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **options))

@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["complaint", "fitted", "per_row"]
+__all__ = ["can_be_replaced", "complaint", "fitted", "per_row"]
 
 
 def complaint(queries: mx.array, keys: mx.array, mask: Any, *, cached: list[int], arrivals: int) -> str:
@@ -45,6 +45,11 @@ def per_row(queries: mx.array, *, heads: int, scale: float) -> mx.array:
     if abs(factor - 1) > 1e-6:
         queries = queries * factor
     return queries.reshape(batch * heads, all_heads // heads, count, dim)
+
+
+def can_be_replaced(mask: Any) -> bool:
+    """Whether a mask says only what is visible, so that the cache, which knows it, may say it in its place."""
+    return not isinstance(mask, mx.array) or bool(mask.dtype == mx.bool_)
 
 
 def fitted(mask: Any, *, columns: int, count: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from collections.abc import Iterator
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,9 +14,10 @@ from mlx.utils import tree_map
 import veloxfn
 from veloxfn import Policy, Retention
 
-__all__ = ["array_of", "config_of", "leaves", "record_of", "state_of", "written"]
+__all__ = ["array_of", "check", "config_of", "leaves", "record_of", "state_of", "written"]
 
-_FORMAT = 1
+_FORMAT = 2
+_FIELDS = {"config", "layer", "owner", "heads", "seen", "spans", "padding", "counts_block", "queries"}
 
 
 def leaves(state: Any) -> list[mx.array]:
@@ -41,13 +43,64 @@ def state_of(policy: Policy[Any], arrays: list[mx.array]) -> Any:
     return tree_map(lambda _: next(left), template)
 
 
+def check(record: dict[str, Any], policy: Policy[Any], state: Any, queries: mx.array | None) -> None:
+    """Raise unless a saved record, state and queries belong together.
+
+    Args:
+        record: of the file.
+        policy: of the config in it.
+        state: what `state_of` made of its arrays.
+        queries: [N, G, S, D] of the block that awaits eviction, or None.
+
+    Raises:
+        ValueError: they do not, with what differs.
+    """
+    batch, heads, seen = len(record["seen"]), record["heads"], max(record["seen"])
+    if (state is None) != (seen == 0):
+        raise ValueError(f"a saved eviction cache of {seen} tokens has {'no' if state is None else 'a'} state")
+    if state is None:
+        return
+    slots, rows, budget = state.slots, batch * heads, policy.config.budget
+    template = policy.init_state(rows, slots.keys.shape[-1], slots.values.shape[-1], dtype=slots.keys.dtype)
+    for name, array, made in _named(state, template):
+        if array.dtype != made.dtype or array.ndim != made.ndim or array.shape[0] != rows:
+            raise ValueError(
+                f"{name} of a saved eviction cache must be {made.dtype} with {made.ndim} axes and {rows} rows, got "
+                f"{array.dtype} {list(array.shape)}"
+            )
+    length, block = slots.positions.shape[1], slots.arrived.shape[1]
+    sizes = {"keys": slots.keys.shape[1], "values": slots.values.shape[1]}
+    if block + budget < length or any(size < length or size < budget + 1 for size in sizes.values()):
+        raise ValueError(
+            f"a saved eviction cache of budget {budget} with a block of {block} tokens cannot hold {length} slots in "
+            f"buffers of {sizes}"
+        )
+    if queries is not None and (queries.ndim != 4 or queries.shape[0] != rows or queries.shape[2] != block):
+        raise ValueError(f"queries [N, G, S, D] of {rows} rows and {block} tokens are expected, got {queries.shape}")
+    told = mx.repeat(mx.array(record["seen"], mx.int32), heads)
+    if not mx.array_equal(slots.seen, told).item():
+        raise ValueError(f"a saved eviction cache says that it saw {record['seen']} tokens, its state says otherwise")
+    for name, places, below in (("positions", slots.positions, seen), ("arrived", slots.arrived, length)):
+        if places.size and not ((places >= -1) & (places < below)).all().item():
+            raise ValueError(f"{name} of a saved eviction cache must lie in -1 .. {below - 1}")
+
+
+def _named(state: Any, template: Any, name: str = "state") -> Iterator[tuple[str, mx.array, mx.array]]:
+    """Each array of a state with its name, beside that of another state."""
+    if isinstance(state, mx.array):
+        yield name, state, template
+    else:
+        for field, part, made in zip(state._fields, state, template, strict=True):
+            yield from _named(part, made, field)
+
+
 def array_of(record: dict[str, Any]) -> mx.array:
     """A record of numbers, strings and lists as [bytes] uint8."""
     text = json.dumps({"format": _FORMAT, **record}, sort_keys=True)
     return mx.array(list(text.encode()), mx.uint8)
 
 
-def record_of(array: mx.array) -> dict[str, Any]:
+def record_of(array: Any) -> dict[str, Any]:
     """The record in an array that `array_of` made.
 
     Raises:
@@ -55,12 +108,13 @@ def record_of(array: mx.array) -> dict[str, Any]:
     """
     try:
         record = json.loads(bytes(cast(list[int], array.tolist())))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the first array of a saved eviction cache is its uint8 record, got {array.dtype} {list(array.shape)}"
-        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        got = f"{array.dtype} {list(array.shape)}" if isinstance(array, mx.array) else f"{type(array).__name__}"
+        raise ValueError(f"the first array of a saved eviction cache is its uint8 record, got {got}") from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
         raise ValueError(f"a saved eviction cache must have format {_FORMAT}, got {str(record)[:60]}")
+    if missing := _FIELDS - record.keys():
+        raise ValueError(f"the record of a saved eviction cache lacks {', '.join(sorted(missing))}")
     return record
 
 

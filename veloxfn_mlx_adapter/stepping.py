@@ -11,7 +11,7 @@ import mlx.core as mx
 from veloxfn import Policy
 from veloxfn_mlx_adapter import portable
 
-__all__ = ["Pair", "absorbed", "absorbed_in_step", "bookkeeping", "evicted", "evicted_in_step", "is_steady"]
+__all__ = ["Pair", "absorbed", "absorbed_in_step", "bookkeeping", "evicted", "evicted_in_step", "is_full", "is_steady"]
 
 Pair = tuple[mx.array, mx.array]
 
@@ -21,21 +21,27 @@ def evicted(policy: Policy[Any], state: Any, queries: mx.array | None) -> Any:
     return policy.evict(state, queries=queries)
 
 
-def absorbed(policy: Policy[Any], state: Any, keys: mx.array, values: mx.array) -> tuple[Any, Pair]:
-    """The state with a block keys [N, S, D], values [N, S, Dv], and its candidates.
+def absorbed(
+    policy: Policy[Any], state: Any, keys: mx.array, values: mx.array, valid: mx.array | None = None
+) -> tuple[Any, Pair]:
+    """The state with a block keys [N, S, D], values [N, S, Dv], and its candidates; valid [N, S] bool, False = padded.
 
     Masses and the like reach the logits only once the budget is full; the candidates are tied to them, so that
     evaluating logits evaluates all and no graph grows from token to token.
     """
-    state = policy.absorb(state, keys, values)
+    state = policy.absorb(state, keys, values, valid=valid)
     keys, values = mx.depends(list(policy.candidates(state)), bookkeeping(state))
     return state, (keys, values)
 
 
 def is_steady(policy: Policy[Any], state: Any) -> bool:
     """Whether one token awaits eviction at full budget: shapes no longer change, so that steps are compiled."""
-    slots = state.slots
-    return bool(slots.arrived.shape[1] == 1 and slots.positions.shape[1] == policy.config.budget + 1)
+    return bool(state.slots.arrived.shape[1] == 1 and is_full(policy, state))
+
+
+def is_full(policy: Policy[Any], state: Any) -> bool:
+    """Whether all slots of the longest row are taken, but the one for the next token."""
+    return bool(state.slots.positions.shape[1] == policy.config.budget + 1)
 
 
 def evicted_in_step(policy: Policy[Any], state: Any, queries: mx.array | None) -> Any:

@@ -7,7 +7,7 @@ import sys
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from mlx_lm.generate import _merge_caches, generate_step, maybe_quantize_kv_cache, speculative_generate_step
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_generate_step
 from mlx_lm.models import cache as mlx_lm_cache
 
 import veloxfn
@@ -32,15 +32,6 @@ def test_lesson_24_state_is_set_during_chunked_prefill(tiny, caches_of, tokens):
         cache.state = before
         assert cache.offset == 60
         assert all(mx.array_equal(a, b) for a, b in zip(cache.state, before, strict=True))
-
-
-def test_lesson_25_batch_generation_is_refused_not_done_without_eviction(tiny, caches_of, tokens, feed):
-    model = tiny()
-    caches = caches_of(model, budget=16)
-    feed(model, caches, tokens(8), 8)
-    assert not hasattr(EvictingCache, "merge")  # the server then runs sequences one after another
-    with pytest.raises(ValueError, match="does not yet support batching"):
-        _merge_caches([caches])
 
 
 def test_lesson_26_kv_bits_are_refused(tiny, caches_of, tokens):

@@ -1,0 +1,149 @@
+"""What mlx_lm's batch generation does with a cache: sequences join, leave and are padded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import mlx.core as mx
+
+import veloxfn
+from veloxfn.slots import shrink
+from veloxfn_mlx_adapter import ragged
+from veloxfn_mlx_adapter.diagnostics import Diagnosed
+from veloxfn_mlx_adapter.lockstep import Lockstep
+
+__all__ = ["Batched"]
+
+
+class Batched(Diagnosed):
+    """A cache of one layer whose rows are those of several sequences."""
+
+    _next: Any
+    _queries: mx.array | None
+    _complaint: str
+    _heads: int
+    _sequences: ragged.Sequences
+    _attending: bool
+    _lockstep: Lockstep | None
+    copy: Callable[[], Self]
+    settle: Callable[[], None]
+    _after_eviction: Callable[[], Any]
+    _kept: Any  # int
+
+    @classmethod
+    def merge(cls, caches: Sequence[Self]) -> Self:
+        """One cache of the sequences of all `caches`, those of one layer.
+
+        Raises:
+            ValueError: no caches, or caches of different settings, layers, heads or dimensions.
+            TypeError: something else among them.
+        """
+        if not caches:
+            raise ValueError("merge joins one cache or more, got none")
+        for other in caches:
+            caches[0]._agree(other)
+        made = caches[0].copy()
+        if len(caches) > 1:
+            made._join(caches)
+        return made
+
+    def extend(self, other: Self) -> None:
+        """Let the sequences of another cache of this layer join; errors as `merge`."""
+        self._agree(other)
+        self._join([self, other])
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep the sequences `batch_indices`, ints or an array of them, in that order.
+
+        Raises:
+            IndexError: an index outside of the batch.
+        """
+        given: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
+        indices = [int(i) for i in given]
+        batch = len(self._sequences)
+        if not indices or not all(-batch <= i < batch for i in indices):
+            raise IndexError(f"a batch of {batch} sequences has the indices 0 to {batch - 1}, got {indices}")
+        indices = [i % batch for i in indices]
+        if self._state is not None and indices != list(range(batch)):
+            rows = ragged.rows_of(indices, self._heads)
+            self._state = veloxfn.take_rows(self._state, rows)
+            self._next = None if self._next is None else veloxfn.take_rows(self._next, rows)
+            self._queries = None if self._queries is None else self._queries[rows]
+        self._sequences = self._sequences.taken(indices)
+        self._shrink()
+        if self._lockstep is not None:
+            self._lockstep.note(self._layer, self._sequences.longest)
+
+    def extract(self, idx: int) -> Self:
+        """An own cache of one sequence, with its last block evicted, as if it had been alone all the time."""
+        made = self.copy()
+        made.filter([idx])
+        if len(self._sequences) > 1:
+            made.settle()
+            made._shrink()
+        return made
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Say which of the tokens to come are padding, until `finalize`; padded tokens do not exist for the cache.
+
+        Args:
+            left_padding: so many tokens of each sequence come before its own; only while the cache is empty.
+            lengths: so many tokens follow that are its own, over as many calls as there are.
+            right_padding: so many padded ones come last; with `lengths` not needed, without them in one call.
+
+        Raises:
+            ValueError: padding on the left of tokens that were seen, or another number of sequences than before.
+        """
+        self._sequences = self._sequences.prepared(left_padding, lengths, right_padding)
+
+    def finalize(self) -> None:
+        """All tokens that `prepare` spoke of have come."""
+        self._sequences = dataclasses.replace(self._sequences, padding=None)
+
+    def _fresh(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> Any:
+        streams = veloxfn.streams(batch, heads, self._layer)
+        return self._policy.init_state(batch * heads, key_dim, value_dim, dtype=dtype, streams=streams)
+
+    def _agree(self, other: Any) -> None:
+        """Raise unless the sequences of another cache can join."""
+        if not isinstance(other, type(self)):
+            raise TypeError(f"an {type(self).__name__} joins others of its kind, got {type(other).__name__}")
+        for name in ("layer", "config"):
+            if getattr(self, name) != getattr(other, name):
+                raise ValueError(
+                    f"caches of one {name} are joined, got {getattr(self, name)} and {getattr(other, name)}"
+                )
+        if self._state is not None and other._state is not None and self._heads != other._heads:
+            raise ValueError(f"caches of one number of kv heads are joined, got {self._heads} and {other._heads}")
+
+    def _join(self, caches: Sequence[Self]) -> None:
+        """Hold the sequences of all caches, this one perhaps among them."""
+        held = [cache for cache in caches if cache._state is not None]
+        sequences = ragged.Sequences.together([cache._sequences for cache in caches])
+        if held:
+            slots, heads = held[0]._state.slots, held[0]._heads
+            sizes = (slots.keys.shape[2], slots.values.shape[2], slots.keys.dtype)
+            states = [
+                self._fresh(len(cache._sequences), heads, *sizes) if cache._state is None else cache._after_eviction()
+                for cache in caches
+            ]
+            self._state, self._heads = ragged.joined(states), heads
+        self._next, self._queries, self._complaint, self._lockstep = None, None, "", None
+        self._sequences, self._attending = sequences, False
+
+    def _shrink(self) -> None:
+        """Without slots that are free in all sequences, which longer ones left behind."""
+        longest = min(self._sequences.longest, self.config.budget)
+        if self._state is None or longest >= self._kept:
+            return
+        self.settle()
+        if longest < self._kept:
+            self._state = shrink(self._state, longest) if longest else None
