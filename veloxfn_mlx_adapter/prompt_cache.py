@@ -14,6 +14,7 @@ from veloxfn import Contiguous, Policy, Retention, pyramidkv
 from veloxfn_mlx_adapter import capture, measured, ropes
 from veloxfn_mlx_adapter.cache import EvictingCache, policy_of
 from veloxfn_mlx_adapter.diagnostics import method_name
+from veloxfn_mlx_adapter.lockstep import Lockstep
 
 __all__ = ["Attachment", "attach", "detach", "make_prompt_cache", "stock_caches"]
 
@@ -181,8 +182,10 @@ class _Plan:
 
     def over(self, caches: list[Any]) -> list[Any]:
         """Caches of a model, with those of evicting layers in place of its own."""
+        lockstep = Lockstep()
         for i, policy in self.policies.items():
-            caches[i] = EvictingCache(policy, layer=i, owner=self.owner, counts_block=i in self.counts_block)
+            counts_block = i in self.counts_block
+            caches[i] = EvictingCache(policy, layer=i, owner=self.owner, counts_block=counts_block, lockstep=lockstep)
         return caches
 
 
