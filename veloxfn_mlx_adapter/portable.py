@@ -31,10 +31,13 @@ def state_of(policy: Policy[Any], arrays: list[mx.array]) -> Any:
     """The state whose `leaves` are `arrays`; None for none.
 
     Raises:
-        ValueError: the number of arrays is not that of the policy's state.
+        ValueError: the number of arrays is not that of the policy's state, or the first two are no keys and values.
     """
     if not arrays:
         return None
+    sizes = [f"{array.dtype} {list(array.shape)}" for array in arrays[:2]]
+    if len(sizes) < 2 or any(array.ndim != 3 or not mx.issubdtype(array.dtype, mx.floating) for array in arrays[:2]):
+        raise ValueError(f"a saved eviction cache begins with keys and values [N, C, D], got {', '.join(sizes)}")
     template = policy.init_state(1, arrays[0].shape[-1], arrays[1].shape[-1], dtype=arrays[0].dtype)
     wanted = len(leaves(template))
     if len(arrays) != wanted:
@@ -70,7 +73,7 @@ def check(record: dict[str, Any], policy: Policy[Any], state: Any, queries: mx.a
             )
     length, block = slots.positions.shape[1], slots.arrived.shape[1]
     sizes = {"keys": slots.keys.shape[1], "values": slots.values.shape[1]}
-    if block + budget < length or any(size < length or size < budget + 1 for size in sizes.values()):
+    if max(block, 1) + budget < length or any(size < length or size < budget + 1 for size in sizes.values()):
         raise ValueError(
             f"a saved eviction cache of budget {budget} with a block of {block} tokens cannot hold {length} slots in "
             f"buffers of {sizes}"
