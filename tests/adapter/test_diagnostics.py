@@ -5,7 +5,7 @@ import pytest
 
 import veloxfn
 from veloxfn import Contiguous, cam, h2o, keyformer, knorm, streaming_llm
-from veloxfn_mlx_adapter import diagnostics, make_prompt_cache, rope_of
+from veloxfn_mlx_adapter import EvictingCache, diagnostics, make_prompt_cache, rope_of
 from veloxfn_mlx_adapter.diagnostics import Diagnosed, describe
 
 
@@ -41,6 +41,21 @@ def test_bytes_are_the_sum_over_the_live_rows_of_each_sequence(dtype, evicted):
     assert layer.kept_bytes == veloxfn.kept_bytes(after).item()
     live = mx.where(veloxfn.kept_positions(after) >= 0, 1, 0).sum().item()
     assert layer.kept_bytes == live * (4 + 6) * dtype.size
+
+
+def test_bytes_of_sequences_that_joined_are_the_sum_of_theirs(tiny, caches_of, tokens, feed):
+    model = tiny(dtype=mx.float16)
+    alone = [caches_of(model, budget=16) for _ in range(3)]
+    for caches, length in zip(alone, (40, 5, 20), strict=True):
+        feed(model, caches, tokens(length, seed=length), length)
+    singles = [diagnostics(caches)[1] for caches in alone]
+    joined = EvictingCache.merge([caches[1] for caches in alone])
+    layer = diagnostics([joined])[0]
+    assert layer.kept_bytes == sum(single.kept_bytes for single in singles) == (16 + 5 + 16) * 2 * (8 + 8) * 2
+    assert layer.full_bytes == sum(single.full_bytes for single in singles)
+    assert (layer.tokens_seen, layer.tokens_kept) == (40, 16)
+    joined.filter([1])
+    assert diagnostics([joined])[0] == singles[1]
 
 
 def test_bytes_above_two_gigabytes_are_counted():
