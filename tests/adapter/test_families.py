@@ -1,5 +1,6 @@
 """mlx_lm's own tiny test configurations as an outside suite: every family of models over its caches and over ours."""
 
+import copy
 import functools
 import importlib.metadata
 import importlib.util
@@ -289,6 +290,22 @@ def test_a_mask_that_must_be_an_array_has_kept_and_new_columns(family, monkeypat
     monkeypatch.setattr(EvictingCache, "make_mask", spy)
     ours(family, "streaming_llm", BUDGET, EVICTING)
     assert set(masks) == {(10, 10), (4, BUDGET + 4)}
+
+
+JOINED = ["deepseek_v3", "gemma2", "gemma3n", "gpt_oss", "jamba", "kimi_linear", "llama-2", "mistral4", "qwen3_next"]
+
+
+@with_methods(JOINED)
+def test_sequences_of_two_lengths_decode_together_as_alone(family, method):
+    parts, alone = [], []
+    for length in (5, 9):
+        caches = evicting(family.model, method)
+        family.model(text((9,), 1)[:, :length], cache=caches)
+        parts.append(copy.deepcopy(caches))
+        alone.append(mx.concatenate([family.model(mx.array([[token]]), cache=caches) for token in (4, 7, 1)], axis=1))
+    joined = [layers[0].merge(layers) for layers in zip(*parts, strict=True)]
+    together = [family.model(mx.array([[token], [token]]), cache=joined) for token in (4, 7, 1)]
+    assert mx.allclose(mx.concatenate(together, axis=1), mx.concatenate(alone), atol=1e-4)
 
 
 PIPELINES = ["deepseek_v2", "deepseek_v3", "glm4_moe", "mistral4", "qwen2", "qwen3_5", "qwen3_moe", "qwen3_next"]
