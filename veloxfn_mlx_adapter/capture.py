@@ -39,6 +39,7 @@ _tokens = itertools.count()
 _holders: set[int] = set()
 _outside: dict[str, ModuleType] = {}  # modules of models that are not a host's own
 _swaps: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {}  # host's base: original, replacement
+_scanned: list[tuple[int, int]] = []  # how many modules there were when they were gone through
 _trims: list[Callable[..., Any]] = []  # mlx_lm.generate's own trim_prompt_cache while it is replaced
 
 
@@ -87,7 +88,7 @@ def hook_installed() -> bool:
 
 def hold(owner: object) -> None:
     """Keep the hook installed for as long as `owner`, any object that can be weakly referenced, is alive."""
-    weakref.finalize(owner, _release, _acquire(())).atexit = False
+    weakref.finalize(owner, _release, _acquire((), thoroughly=False)).atexit = False
 
 
 @contextmanager
@@ -126,7 +127,8 @@ def uses_hook(layer: Any) -> bool:
     return any(id(value) in targets for module in modules for value in vars(module).values())
 
 
-def _acquire(modules: Iterable[ModuleType]) -> int:
+def _acquire(modules: Iterable[ModuleType], *, thoroughly: bool = True) -> int:
+    """Hold the hook; modules are gone through only if some were loaded since, unless `thoroughly`."""
     with _lock:
         token = next(_tokens)
         _holders.add(token)
@@ -135,8 +137,11 @@ def _acquire(modules: Iterable[ModuleType]) -> int:
             if base.__name__ not in _swaps:
                 original = getattr(base, ATTENTION)
                 _swaps[base.__name__] = (original, _observed(original))
-        for swap in _swaps.values():
-            _replace(*swap)
+        loaded = (len(sys.modules), len(_swaps))
+        if thoroughly or _scanned != [loaded]:
+            for swap in _swaps.values():
+                _replace(*swap)
+            _scanned[:] = [loaded]
         _rewind_exactly()
         return token
 
@@ -178,6 +183,7 @@ def _restore() -> None:
         _replace(replacement, original)
     _swaps.clear()
     _outside.clear()
+    _scanned.clear()
 
 
 def _replace(old: Callable[..., mx.array], new: Callable[..., mx.array]) -> None:

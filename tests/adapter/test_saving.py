@@ -342,7 +342,8 @@ class TestPrefixes:
         straight = make_prompt_cache(model, h2o())
         feed(model, straight, inputs[:, :24], 24)
         assert [cache.offset for cache in found] == [24, 24]
-        assert mx.array_equal(feed(model, found, inputs[:, 24:]), feed(model, straight, inputs[:, 24:]))
+        # A BLAS may round the keys of 24 tokens otherwise in a block of 40 than in one of 24.
+        assert mx.allclose(feed(model, found, inputs[:, 24:]), feed(model, straight, inputs[:, 24:]), atol=1e-4)
         assert [cache.offset for cache in caches] == [40, 40]
 
     def test_bytes_are_counted_and_the_oldest_goes(self, kept):
