@@ -5,6 +5,7 @@
 GROUP is one of
     merging     CaM's rules with the gate on and off, beside h2o, which drops the same losers
     layers      pyramids against uniform budgets of the same total rows
+    squeeze     fewer rows for the layers that attention changes least, against uniform budgets of the same total rows
     annealing   Keyformer's temperature rising over the answer against constant ones, over seeds of the noise
 
 Model, texts and KL are those of quality.py: 1024 tokens cut to 256 rows, then 64 one by one; two texts as one batch.
@@ -13,6 +14,7 @@ Every variant protects 4 sinks; half the budget is recent, or SnapKV's window.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +25,17 @@ import quality
 import reporting
 from quality import Plan, Policies, Result
 
-from veloxfn import cam, h2o, keyformer, pyramidkv, snapkv
+from veloxfn import budgets, cam, h2o, keyformer, pyramidkv, snapkv
 
 FULL = Plan(continuation=64)
 QUICK = quality.QUICK
 ALL_BUT_ONE = "all but one recent"
+# What `veloxfn_mlx_adapter.layer_cosines` measures over the first 1024 tokens of alice.
+COSINES = (
+    *(0.649, 0.842, 0.983, 0.989, 0.991, 0.990, 0.991, 0.990, 0.984, 0.989),
+    *(0.986, 0.984, 0.988, 0.987, 0.987, 0.984, 0.978, 0.989, 0.985, 0.978),
+    *(0.988, 0.974, 0.989, 0.983, 0.900, 0.992, 0.992, 0.989, 0.993, 0.992),
+)
 COLUMNS = ("variant", "KL to the full cache, nats", "same top token", "against", "difference in KL (95 %)")
 
 
@@ -73,6 +81,17 @@ def layers_group(plan: Plan, seeds: int) -> list[Variant]:
     return variants
 
 
+def squeeze_group(plan: Plan, seeds: int) -> list[Variant]:
+    """h2o with the same rows in every layer, then squeezed by the cosines of the model."""
+    heavy = h2o.Config(budget=plan.budget, sink=plan.sink)  # half of each layer's budget is recent
+    variants = [Variant("h2o, uniform", [quality.bound(heavy)], None)]
+    for p in (0.8, 0.4):
+        rows = budgets.squeeze(COSINES, plan.budget, p, floor=pyramidkv.least_budget(heavy))
+        policies = [quality.bound(dataclasses.replace(heavy, budget=budget)) for budget in rows]
+        variants.append(Variant(f"h2o, squeeze p {p:g}", [policies], "h2o, uniform"))
+    return variants
+
+
 def annealing_group(plan: Plan, seeds: int) -> list[Variant]:
     """Temperature 1 to 2 over the answer, as the paper's, against its ends held constant, noise on logits."""
 
@@ -93,6 +112,7 @@ def annealing_group(plan: Plan, seeds: int) -> list[Variant]:
 GROUPS: dict[str, Callable[[Plan, int], list[Variant]]] = {
     "merging": merging_group,
     "layers": layers_group,
+    "squeeze": squeeze_group,
     "annealing": annealing_group,
 }
 

@@ -273,13 +273,16 @@ def _result(
 
 
 def _check_eviction(caches: Sequence[Any], plan: Plan) -> None:
-    """Raise unless every layer saw all tokens and holds its budget, and the layers hold the plan's together."""
+    """Raise unless every layer saw all tokens and holds its budget, and the layers hold the plan's together.
+
+    A layer whose budget exceeds the tokens holds those.
+    """
     from veloxfn_mlx_adapter import diagnostics
 
     layers = diagnostics(caches)
     for layer in layers:
         seen = plan.context + plan.continuation
-        if layer.tokens_seen != seen or layer.tokens_kept != layer.layer_budget:
+        if layer.tokens_seen != seen or layer.tokens_kept != min(layer.layer_budget, seen):
             raise RuntimeError(
                 f"layer {layer.layer} saw {layer.tokens_seen} of {seen}, keeps {layer.tokens_kept} of "
                 f"{layer.layer_budget}"

@@ -88,6 +88,9 @@ def squeeze(cosines: Iterable[float], mean: int, p: float, *, floor: int = 1) ->
     share what that frees: rows that do not divide go to the earlier ones of them. One group, as with equal cosines,
     gets the mean.
 
+    Measured: on a model of 30 layers and 135M parameters equal budgets lose less (one text, KL: h2o 0.045, p = 0.8
+    0.057, p = 0.4 0.120): 27 layers are of the least useful group, and the other three get more rows than the text has.
+
     Args:
         cosines: of each layer, first layer first: mean over the tokens of a prompt of the cosine between the hidden
             state before the attention and that after it with the residual, -1 .. 1.

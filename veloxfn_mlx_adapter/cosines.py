@@ -45,7 +45,7 @@ def layer_cosines(model: Any, tokens: Any, *, layers: Sequence[int] | None = Non
         ValueError: layers whose hidden states cannot be seen, each named; no tokens; or states that are not finite.
         TypeError: tokens that are no ints.
 
-    >>> rows = veloxfn.budgets.squeeze(layer_cosines(model, prompt).values(), 256, 0.4)  # doctest: +SKIP
+    >>> rows = veloxfn.budgets.squeeze(layer_cosines(model, prompt).values(), 256, 0.8)  # doctest: +SKIP
     """
     prompt = tokens if isinstance(tokens, mx.array) else mx.array(tokens)
     prompt = prompt[None] if prompt.ndim == 1 else prompt

@@ -52,7 +52,7 @@ def layer_policies(
         TypeError: something that is no policy, or no sequence.
 
     >>> policies = layer_policies(model, "knorm", budget=256, skip=(0, 1))  # doctest: +SKIP
-    >>> policies = layer_policies(model, "h2o", budget=256, squeeze=prompt, p=0.4)  # doctest: +SKIP
+    >>> policies = layer_policies(model, "h2o", budget=256, squeeze=prompt, p=0.8)  # doctest: +SKIP
     >>> policies = layer_policies(model, "pyramidkv", scorer="h2o", budget=256, taper=1.5)  # doctest: +SKIP
     """
     chosen = _bound(policy, settings)

@@ -52,6 +52,16 @@ def test_pyramids_fall_from_layer_to_layer():
         assert len(set(budgets)) > 1 or variant.against is None
 
 
+def test_squeezed_layers_are_those_that_attention_changes_least():
+    uniform, mild, strong = ablations.squeeze_group(PLAN, 1)
+    assert len(configs(uniform.policies[0])) == 1
+    for variant, share in ((mild, 0.8), (strong, 0.4)):
+        rows = [config.budget for config in configs(variant.policies[0])]
+        useful = [layer for layer, row in enumerate(rows) if row > PLAN.budget]
+        assert useful == [0, 1, 24]
+        assert {row for row in rows if row < PLAN.budget} == {round(share * PLAN.budget)}
+
+
 def test_seeds_of_the_noise_differ_and_the_schedule_follows_the_prompt():
     annealed, low, high, none = ablations.annealing_group(PLAN, 4)
     for variant in (annealed, low, high):
