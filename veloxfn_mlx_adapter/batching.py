@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
@@ -27,6 +27,7 @@ class Batched(Diagnosed):
     _sequences: ragged.Sequences
     _attending: bool
     _lockstep: Lockstep | None
+    _shard: int
     copy: Callable[[], Self]
     settle: Callable[[], None]
     _after_eviction: Callable[[], Any]
@@ -47,12 +48,15 @@ class Batched(Diagnosed):
         made = caches[0].copy()
         if len(caches) > 1:
             made._join(caches)
+        made._follow(caches[0]._lockstep, ("merge", *(id(cache._lockstep) for cache in caches)))
         return made
 
     def extend(self, other: Self) -> None:
         """Let the sequences of another cache of this layer join; errors as `merge`."""
         self._agree(other)
         self._join([self, other])
+        if self._lockstep is not None:
+            self._lockstep.note(self._layer, self._sequences.longest)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the sequences `batch_indices`, ints or an array of them, in that order.
@@ -83,6 +87,7 @@ class Batched(Diagnosed):
         if len(self._sequences) > 1:
             made.settle()
             made._shrink()
+        made._follow(self._lockstep, ("extract", idx))
         return made
 
     def prepare(
@@ -109,7 +114,7 @@ class Batched(Diagnosed):
         self._sequences = dataclasses.replace(self._sequences, padding=None)
 
     def _fresh(self, batch: int, heads: int, key_dim: int, value_dim: int, dtype: mx.Dtype) -> Any:
-        streams = veloxfn.streams(batch, heads, self._layer)
+        streams = veloxfn.streams(batch, heads, self._layer) + self._shard * heads
         return self._policy.init_state(batch * heads, key_dim, value_dim, dtype=dtype, streams=streams)
 
     def _agree(self, other: Any) -> None:
@@ -136,8 +141,12 @@ class Batched(Diagnosed):
                 for cache in caches
             ]
             self._state, self._heads = ragged.joined(states), heads
-        self._next, self._queries, self._complaint, self._lockstep = None, None, "", None
+        self._next, self._queries, self._complaint = None, None, ""
         self._sequences, self._attending = sequences, False
+
+    def _follow(self, lockstep: Lockstep | None, made: Hashable) -> None:
+        """Keep step with what else is made in the same way from the caches of a lockstep."""
+        self._lockstep = None if lockstep is None else lockstep.heir(made, self._layer, self._sequences.longest)
 
     def _shrink(self) -> None:
         """Without slots that are free in all sequences, which longer ones left behind."""

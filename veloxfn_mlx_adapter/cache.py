@@ -32,6 +32,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
         owner: name of the model, for errors.
         counts_block: whether the model reads `offset` between `update_and_fetch` and its attention, where it is to
             count the block; only matters with `placement=Contiguous`.
+        shard: which part of the layer's kv heads these are, where processes share them out; names their noise streams.
         lockstep: what the caches of one model share to notice a forward pass that broke off; None = nothing.
     """
 
@@ -42,10 +43,11 @@ class EvictingCache(capture.AttentionObserver, Batched):
         layer: int = 0,
         owner: str = "the model",
         counts_block: bool = False,
+        shard: int = 0,
         lockstep: Lockstep | None = None,
     ) -> None:
         self._policy = policy
-        self._layer = layer
+        self._layer, self._shard = layer, shard
         self._owner = owner
         self._state: Any = None  # the method's; None before the first token
         self._queries: mx.array | None = None  # [N, G, S, D] of the block that awaits eviction
@@ -247,6 +249,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
         record = {
             "config": portable.written(self.config),
             "layer": self._layer,
+            "shard": self._shard,
             "owner": self._owner,
             "heads": self._heads,
             **self._sequences.record(),
@@ -265,7 +268,8 @@ class EvictingCache(capture.AttentionObserver, Batched):
         state = portable.state_of(policy, held)
         portable.check(record, policy, state, queries)
         self._policy, self._state, self._queries = policy, state, queries
-        self._layer, self._owner, self._heads = record["layer"], record["owner"], record["heads"]
+        self._layer, self._shard, self._owner = record["layer"], record["shard"], record["owner"]
+        self._heads = record["heads"]
         self._sequences = ragged.Sequences.of(record)
         self._counts_block, self._attending = record["counts_block"], False
         self._next, self._complaint = None, ""
@@ -301,6 +305,10 @@ class EvictingCache(capture.AttentionObserver, Batched):
         return made
 
     __copy__ = copy
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        self.__dict__.update(held)
+        capture.hold(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         made = self.copy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 __all__ = ["Lockstep"]
 
 
@@ -10,6 +12,7 @@ class Lockstep:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
+        self._heirs: dict[Hashable, Lockstep] = {}
 
     def check(self, layer: int, *, before: int, after: int) -> None:
         """A layer is about to see more tokens.
@@ -34,3 +37,17 @@ class Lockstep:
     def note(self, layer: int, seen: int) -> None:
         """A layer has seen so many tokens."""
         self._seen[layer] = seen
+
+    def heir(self, made: Hashable, layer: int, seen: int) -> Lockstep:
+        """Of caches that are made from these, layer by layer: one for all layers of one merge, one for each sequence.
+
+        Args:
+            made: what is made, by any name that is the same in all layers.
+            layer: whose cache was made.
+            seen: tokens that it has seen.
+        """
+        heir = self._heirs.get(made)
+        if heir is None or layer in heir._seen:  # else the same is made once more
+            heir = self._heirs[made] = Lockstep()
+        heir.note(layer, seen)
+        return heir

@@ -17,7 +17,7 @@ from veloxfn import Policy, Retention
 __all__ = ["array_of", "check", "config_of", "leaves", "record_of", "state_of", "written"]
 
 _FORMAT = 2
-_FIELDS = {"config", "layer", "owner", "heads", "seen", "spans", "padding", "counts_block", "queries"}
+_FIELDS = {"config", "layer", "shard", "owner", "heads", "seen", "spans", "padding", "counts_block", "queries"}
 
 
 def leaves(state: Any) -> list[mx.array]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
+from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 from mlx_lm.models import cache as mlx_lm_cache
 
 from veloxfn import Contiguous, Policy, Retention, pyramidkv
@@ -179,13 +180,20 @@ class _Plan:
     owner: str
     policies: dict[int, Policy[Any]]  # by layer
     counts_block: frozenset[int]  # layers whose model reads the offset between update and attention
+    shards: dict[int, int]  # which part of a layer's kv heads is here
 
     def over(self, caches: list[Any]) -> list[Any]:
         """Caches of a model, with those of evicting layers in place of its own."""
         lockstep = Lockstep()
         for i, policy in self.policies.items():
-            counts_block = i in self.counts_block
-            caches[i] = EvictingCache(policy, layer=i, owner=self.owner, counts_block=counts_block, lockstep=lockstep)
+            caches[i] = EvictingCache(
+                policy,
+                layer=i,
+                owner=self.owner,
+                counts_block=i in self.counts_block,
+                shard=self.shards.get(i, 0),
+                lockstep=lockstep,
+            )
         return caches
 
 
@@ -223,7 +231,17 @@ def _planned(model: Any, caches: list[Any], policy: Any) -> _Plan:
             )
     measured.warn_of(cast(Policy[Any], policies[i]).config for i in wanted)
     counts = frozenset(i for i in wanted if i in probes and probes[i].counts_block)
-    return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts)
+    shards = {i: _shard(layers[i]) for i in wanted} if len(layers) == len(caches) else {}
+    return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts, shards)
+
+
+def _shard(layer: Any) -> int:
+    """Which part of the layer's kv heads is in this process, after `model.shard`; 0 = the first or all."""
+    for name, part in layer.named_modules():
+        keys = "k" in name.rpartition(".")[2].partition("_")[0]  # k_proj, qkv_proj
+        if keys and isinstance(part, AllToShardedLinear | QuantizedAllToShardedLinear):
+            return int(part.group.rank())
+    return 0
 
 
 def _name(model: Any) -> str:

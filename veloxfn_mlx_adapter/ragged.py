@@ -124,7 +124,13 @@ class Sequences:
         """With only the first `left` tokens of the block that awaits eviction."""
         spans = tuple((min(start, left), min(stop, left)) for start, stop in self.spans)
         seen = tuple(n + stop - start for n, (start, stop) in zip(self.before(), spans, strict=True))
-        return replace(self, seen=seen, spans=spans)
+        if self.padding is None:
+            return replace(self, seen=seen, spans=spans)
+        padded = tuple(n + max(start - left, 0) for n, (start, _) in zip(self.padding.left, self.spans, strict=True))
+        length = self.padding.length
+        if length is not None:
+            length = tuple(n + now - then for n, now, then in zip(length, self.seen, seen, strict=True))
+        return Sequences(seen, spans, Padding(padded, length))
 
     def taken(self, indices: Sequence[int]) -> Sequences:
         """The sequences `indices`."""

@@ -105,10 +105,7 @@ def shards(tmp_path_factory):
     return [json.loads(text) for text, _ in printed]
 
 
-UNNAMED = pytest.mark.xfail(strict=True, reason="a shard names its noise by its own heads' indices, not the layer's")
-
-
-@pytest.mark.parametrize("name", [*SETTINGS, *(pytest.param(name, marks=UNNAMED) for name in NOISY)])
+@pytest.mark.parametrize("name", [*SETTINGS, *NOISY])
 def test_shards_write_and_keep_what_one_process_does(shards, name):
     alone = run(name)
     assert len(set(alone["tokens"])) > 10

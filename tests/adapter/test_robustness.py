@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -210,6 +211,63 @@ class TestBrokenForward:
         rewind(caches, 30)
         assert mx.isfinite(model(tokens(1), cache=caches)).all()
 
+    @pytest.mark.parametrize("made", ["merged", "merged alone", "extended", "extracted", "filtered"])
+    def test_batches_are_watched(self, breakable, caches_of, tokens, made):
+        model, places = breakable
+        first, second = (caches_of(model, budget=16) for _ in range(2))
+        model(tokens(30), cache=first)
+        model(tokens(20, seed=1), cache=second)
+        if made == "merged alone":
+            batch = [EvictingCache.merge([cache]) for cache in first]
+        else:
+            batch = [EvictingCache.merge(pair) for pair in zip(first, second, strict=True)]
+        if made == "extended":
+            for cache, other in zip(batch, copy.deepcopy(second), strict=True):
+                cache.extend(other)
+        if made == "extracted":
+            batch = [cache.extract(1) for cache in batch]
+        if made == "filtered":
+            for cache in batch:
+                cache.filter([1])
+        size = len(batch[0].method_state.slots.seen) // 2
+        model(tokens(1, batch=size), cache=batch)
+        fail(model, places["before layer 1"], batch, tokens(1, batch=size))
+        with pytest.raises(RuntimeError, match="out of step: layer 1 has seen"):
+            model(tokens(1, batch=size), cache=batch)
+        batch[0].trim(1)
+        model(tokens(1, batch=size), cache=batch)
+        apart = [[cache.extract(i) for i in range(size)] for cache in batch]  # all of one layer, then of the next
+        for i in range(size):
+            model(tokens(1), cache=[caches[i] for caches in apart])
+        again = [EvictingCache.merge([cache]) for cache in batch]  # a lockstep of its own, each time
+        model(tokens(1, batch=size), cache=again)
+        model(tokens(1, batch=size), cache=[EvictingCache.merge([cache]) for cache in batch])
+
+    @pytest.mark.parametrize("taken", [1, 9, 20])
+    @pytest.mark.parametrize(
+        "padding", [{"lengths": [12, 20]}, {"right_padding": [8, 0]}, {"left_padding": [8, 0]}], ids=str
+    )
+    def test_padding_that_was_taken_back_comes_again(self, tiny, caches_of, tokens, padding, taken):
+        model, inputs = tiny(), tokens(25, batch=2)
+        again, straight = (caches_of(model, budget=16) for _ in range(2))
+        for cache in (*again, *straight):
+            cache.prepare(**padding)
+        model(inputs[:, :20], cache=again)
+        for cache in again:
+            cache.trim(taken)
+        own = slice(8, None) if "left_padding" in padding else slice(0, 12)
+        first = model(inputs[:, 20 - taken : 20], cache=again)
+        if taken < 20:
+            for cache in straight if "right_padding" in padding else ():
+                cache.prepare(lengths=[12, 20])
+            model(inputs[:, : 20 - taken], cache=straight)
+        second = model(inputs[:, 20 - taken : 20], cache=straight)
+        assert again[0].offset.tolist() == straight[0].offset.tolist() == [12, 20]
+        assert mx.allclose(first[1], second[1], atol=1e-5)
+        assert kept(again) == kept(straight)
+        if taken == 20:
+            assert mx.allclose(first[0, own], second[0, own], atol=1e-5)
+
     def test_the_models_own_layers_are_not_watched(self, breakable, tokens):
         """A layer that does not evict cannot tell; the others still do."""
         model, places = breakable
@@ -288,6 +346,16 @@ class TestCopies:
             model(tokens(1), cache=copied)
         rewind(copied, 30)
         model(tokens(1), cache=copied)
+
+    def test_pickled_caches_hold_the_hook(self, tiny, caches_of, tokens):
+        model = tiny()
+        caches = caches_of(model, budget=16)
+        model(tokens(30), cache=caches)
+        copied = pickle.loads(pickle.dumps(caches))
+        expected = [model(tokens(1), cache=caches) for _ in range(2)]
+        del caches
+        gc.collect()
+        assert all(mx.array_equal(model(tokens(1), cache=copied), each) for each in expected)
 
 
 class TestHook:
