@@ -7,11 +7,12 @@ import ctypes.util
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import mlx.core as mx
 
 import veloxfn
+from veloxfn import Retention
 from veloxfn.cadence import most_tokens
 from veloxfn_mlx_adapter import generation
 from veloxfn_mlx_adapter.demo import DEMO_NAME
@@ -21,6 +22,7 @@ from veloxfn_mlx_adapter.prompts import DEFAULT_PROMPT
 __all__ = ["main"]
 
 DEFAULT_BUDGET = 256
+LONG_BUDGET = 1024  # of conversations
 
 Number = TypeVar("Number", int, float)
 
@@ -40,14 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 130 when interrupted. Bad input exits with 2 and one line on stderr.
     """
-    parser, generate = _parsers()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parser(serving=words[:1] == ["serve"]).parse_args(words)
     if arguments is None:
         _prefer_openblas()
     try:
-        _generate(options)
+        options.run(options)
     except generation.UsageError as error:
-        generate.error(str(error))
+        options.parser.error(str(error))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -72,7 +74,8 @@ def _prefer_openblas() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _parsers() -> tuple[_Parser, _Parser]:
+def _parser(*, serving: bool) -> _Parser:
+    """Options of all commands; those of mlx_lm's server only if it is to serve."""
     parser = _Parser(prog="veloxfn", description="KV-cache eviction for MLX decoders.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     generate = commands.add_parser(
@@ -83,32 +86,75 @@ def _parsers() -> tuple[_Parser, _Parser]:
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="default: a built-in text that is longer than the budget")
     source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a text file")
-    generate.add_argument("--model", metavar="PATH", help=f"mlx_lm folder or hub id; default: {DEMO_NAME}")
-    generate.add_argument(
+    _add_model(generate)
+    _add_caches(generate, budget=DEFAULT_BUDGET)
+    _add_sampling(generate)
+    generate.set_defaults(run=_generate, parser=generate)
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model under a cache budget",
+        description="Answer the lines of stdin, each after all that was said before, under a cache budget. "
+        "q quits, r forgets the conversation, h shows this help.",
+    )
+    chat.add_argument("--system-prompt", metavar="TEXT", help="said before everything else")
+    _add_model(chat)
+    _add_caches(chat, budget=LONG_BUDGET)
+    _add_sampling(chat)
+    chat.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (1 = off)")
+    chat.set_defaults(run=_chat, parser=chat)
+    server = _server_flags() if serving else None
+    serve = commands.add_parser(
+        "serve",
+        help="mlx_lm's server, with caches under a budget",
+        description="mlx_lm's OpenAI-compatible server with all its flags; the caches of every model that it loads "
+        f"evict. Without --model: {DEMO_NAME}.",
+        parents=[] if server is None else [server],
+        add_help=server is None,
+    )
+    _add_caches(serve, budget=LONG_BUDGET)
+    serve.set_defaults(run=_serve, parser=serve)
+    return parser
+
+
+def _server_flags() -> Any:
+    from veloxfn_mlx_adapter import serving
+
+    return serving.flags()
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="PATH", help=f"mlx_lm folder or hub id; default: {DEMO_NAME}")
+
+
+def _add_caches(parser: argparse.ArgumentParser, *, budget: int) -> None:
+    parser.add_argument(
         "--method", choices=list(veloxfn.METHODS), default="h2o", help="what decides which rows stay (h2o)"
     )
-    generate.add_argument(
-        "--budget", type=int, default=DEFAULT_BUDGET, help=f"rows kept per kv head and layer ({DEFAULT_BUDGET})"
+    parser.add_argument(
+        "--budget", type=int, default=budget, metavar="N", help=f"rows kept per kv head and layer ({budget})"
     )
-    generate.add_argument(
+    parser.add_argument(
         "--scorer",
         choices=[name for name in veloxfn.METHODS if name != "pyramidkv"],
         help="pyramidkv: the method that ranks inside a layer (snapkv)",
     )
-    generate.add_argument(
+    parser.add_argument(
         "--contiguous",
         action="store_true",
         help="see kept rows without gaps, so that generation can run past the model's trained length",
     )
-    generate.add_argument("--max-tokens", type=int, default=100, help="longest answer (100)")
-    generate.add_argument("--chunk", type=int, default=512, help="prompt tokens read per call (512)")
-    generate.add_argument("--temp", type=float, default=0.0, help="sampling temperature (0 = most likely token)")
-    generate.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
-    add_method_options(generate)
-    return parser, generate
+    add_method_options(parser)
 
 
-def _generate(options: argparse.Namespace) -> None:
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=100, help="longest answer (100)")
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens read per call (512)")
+    parser.add_argument("--temp", type=float, default=0.0, help="sampling temperature (0 = most likely token)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (0)")
+
+
+def _config(options: argparse.Namespace) -> Retention:
+    """The Config that was asked for."""
     settings = {"budget": options.budget} | settings_of(options)
     scorer = options.scorer
     if options.method == "pyramidkv" and "taper" in settings:
@@ -116,7 +162,11 @@ def _generate(options: argparse.Namespace) -> None:
     if "h2o" in (options.method, scorer) and settings.get("decay", 1.0) == 1.0:
         # better than the paper's plain sums where a prompt arrives in chunks
         settings = {"age_normalised": True} | settings
-    config = generation.config_for(options.method, settings, scorer=scorer)
+    return generation.config_for(options.method, settings, scorer=scorer)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    config = _config(options)
     request = generation.Request(
         prompt=_prompt(options.prompt, options.prompt_file),
         max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
@@ -126,13 +176,38 @@ def _generate(options: argparse.Namespace) -> None:
     )
     model, tokenizer = generation.load_model(options.model)
     tokens = generation.tokens_of(tokenizer, request.prompt)
-    prompt_end = None if "anneal_from" in settings else len(tokens)
+    prompt_end = None if "anneal_from" in settings_of(options) else len(tokens)
     config = generation.fitted(config, model, anneal_from=prompt_end, contiguous=options.contiguous)
     caches = generation.caches_for(model, config)
     said = generation.answer(
         model, tokenizer, caches, tokens, request, out=sys.stdout, progress=generation.show_progress
     )
     print(f"\n{generation.report(caches, said, options.method)}")
+
+
+def _chat(options: argparse.Namespace) -> None:
+    from veloxfn_mlx_adapter import chat
+
+    config = _config(options)
+    if not 0 < options.top_p <= 1:
+        raise generation.UsageError(f"--top-p must be above 0 and at most 1, got {options.top_p}")
+    manner = chat.Manner(
+        system=options.system_prompt,
+        max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
+        chunk=min(_at_least("--chunk", options.chunk, 1), most_tokens(config)),
+        seed=_at_least("--seed", options.seed, 0) % 2**64,
+        temp=_at_least("--temp", options.temp, 0),
+        top_p=options.top_p,
+    )
+    model, tokenizer = generation.load_model(options.model)
+    config = generation.fitted(config, model, anneal_from=None, contiguous=options.contiguous)
+    chat.chat(model, tokenizer, config, manner, out=sys.stdout)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from veloxfn_mlx_adapter import serving
+
+    serving.serve(options, _config(options))
 
 
 def _prompt(text: str | None, file: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What `veloxfn generate` does: answer one prompt under a budget, and tell what the caches did."""
+"""What `veloxfn generate` does, partly shared by `chat` and `serve`: answer under a budget, tell what caches did."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, TextIO
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
-from mlx_lm.models.cache import make_prompt_cache as make_stock_cache
 
 import veloxfn
 from veloxfn import Contiguous, Retention
 from veloxfn_mlx_adapter.demo import load_demo
 from veloxfn_mlx_adapter.diagnostics import diagnostics
 from veloxfn_mlx_adapter.method_options import flag_of
-from veloxfn_mlx_adapter.prompt_cache import make_prompt_cache
+from veloxfn_mlx_adapter.prompt_cache import Attachment, attach, make_prompt_cache, stock_caches
 from veloxfn_mlx_adapter.ropes import rope_of
 
 _RETENTION = [field.name for field in dataclasses.fields(Retention)]
@@ -28,10 +27,12 @@ __all__ = [
     "Request",
     "UsageError",
     "answer",
+    "attached",
     "caches_for",
     "config_for",
     "fitted",
     "load_model",
+    "not_loaded",
     "report",
     "show_progress",
     "tokens_of",
@@ -93,10 +94,15 @@ def load_model(name: str | None) -> tuple[Any, Any]:
     except ModuleNotFoundError as error:
         raise UsageError(str(error)) from error
     except Exception as error:  # a hub id can fail in many ways, none of them a fault here
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        kind = "folder" if Path(name or "").is_dir() else "folder (there is none of that name) or hub id"
-        raise UsageError(f"--model {name}: no mlx_lm {kind} that loads: {first}") from error
+        raise not_loaded(name or "", error) from error
     return model, tokenizer
+
+
+def not_loaded(name: str, error: Exception) -> UsageError:
+    """What to say of a model that does not load."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    kind = "folder" if Path(name).is_dir() else "folder (there is none of that name) or hub id"
+    return UsageError(f"--model {name}: no mlx_lm {kind} that loads: {first}")
 
 
 def tokens_of(tokenizer: Any, prompt: str) -> list[int]:
@@ -194,7 +200,7 @@ def fitted(config: Retention, model: Any, *, anneal_from: int | None, contiguous
         UsageError: contiguous, and the model's rotary embedding is not known.
     """
     changes: dict[str, Any] = {}
-    full = [i for i, cache in enumerate(make_stock_cache(model)) if type(cache) is KVCache]
+    full = [i for i, cache in enumerate(stock_caches(model)) if type(cache) is KVCache]
     if contiguous:
         try:
             changes["placement"] = Contiguous(rope_of(model, full[0] if full else 0))
@@ -219,6 +225,18 @@ def caches_for(model: Any, config: Retention) -> list[Any]:
     """
     try:
         return make_prompt_cache(model, veloxfn.policy(config))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def attached(model: Any, config: Retention) -> Attachment:
+    """Make eviction caches what mlx_lm gets from the model.
+
+    Raises:
+        UsageError: as `caches_for`.
+    """
+    try:
+        return attach(model, veloxfn.policy(config))
     except ValueError as error:
         raise UsageError(str(error)) from error
 

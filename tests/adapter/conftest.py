@@ -1,16 +1,19 @@
 """Tiny random models of several families, and the trained demo model where its package is installed."""
 
 import importlib
+import json
 import warnings
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 
 import veloxfn
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
+import mlx_lm
 from mlx_lm.models import cache as mlx_lm_cache
 
 from veloxfn_mlx_adapter import demo, make_prompt_cache
@@ -92,6 +95,38 @@ def smollm2():
         pytest.skip(str(error))
     model, tokenizer = demo.load_demo()
     return SimpleNamespace(model=model, tokenizer=tokenizer)
+
+
+LETTERS_TEMPLATE = (
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def letters(tmp_path_factory):
+    """A folder that mlx_lm loads, its model and tokenizer: tiny, writes ASCII characters at random, never ends."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("letters")
+    known = [*map(chr, range(33, 127)), "\u0120", "\u010a"]  # the last two stand for a blank and a new line
+    characters = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(known)}, merges=[]))
+    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    characters.decoder = decoders.ByteLevel()
+    characters.add_special_tokens([AddedToken(word, special=True) for word in ("<s>", "</s>")])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=characters, bos_token="<s>", eos_token="</s>", chat_template=LETTERS_TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    shape = {"model_type": "llama", **_BASE, "vocab_size": len(known) + 2}
+    model = tiny_model(vocab_size=len(known) + 2)
+    weights = {name: 4 * weight for name, weight in tree_flatten(model.parameters())}  # else it repeats one letter
+    weights["model.embed_tokens.weight"][-2:] = 0  # never the likeliest
+    (folder / "config.json").write_text(json.dumps(shape))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    model, tokenizer = mlx_lm.load(str(folder))
+    return SimpleNamespace(folder=folder, model=model, tokenizer=tokenizer)
 
 
 @pytest.fixture
