@@ -48,7 +48,7 @@ def stand_in(policy: Policy[Any]) -> type:
     """What tests find under the name `KVCache`: makes eviction caches, which are its instances."""
 
     class Kind(type):
-        def __call__(cls) -> EvictingCache:
+        def __call__(cls) -> Any:
             made: Any = EvictingCache(policy)
             made.unattended = True  # a copy has this, too
             return made

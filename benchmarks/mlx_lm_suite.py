@@ -48,15 +48,18 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 PASSED, BASELINE, FAULT = "passed", "fails on stock caches, too", "FAULT"
 TRIM, QUANTISED, CHUNKS = "trim", "kv_bits", "chunks"
 ROWS, STOCK, UNUSED = "rows", "stock classes", "not used"
+DRAFTS = "drafts"
 REASONS = {
     TRIM: "wants tokens back from before the last block; refused",
     QUANTISED: "wants the cache quantised; refused",
     ROWS: "counts on rows that are evicted, or asks for a sliding window over them, which is refused",
     STOCK: "puts the cache into, or compares it with, another class of mlx_lm's that it names",
+    DRAFTS: "counts on the model's own drafts: made token by token, checked in a block, between which eviction differs",
     CHUNKS: "compares prompts cut into different chunks, after which eviction differs; passes with the same chunks",
 }
 # A mask of 16 rows held and 4 new ones; two caches of 5 and 7 rows back from a batch.
 _COUNTED = ("TestPromptCache.test_make_mask_with_cache", "TestPromptCache.test_cache_list")
+_DRAFTED = ("TestGenerate.test_stream_generate_speculative",)
 _STOCK_CLASSES = re.compile(r"\b(Batch\w*|Rotating|Quantized|Chunked)KVCache\b")
 
 
@@ -107,6 +110,7 @@ def verdict(name: str, stock: Ended, ours: Ended, again: Ended | None = None) ->
         QUANTISED: ours.quantised,
         TRIM: ours.trim,
         ROWS: evicted and (ours.window or name.endswith(_COUNTED)),
+        DRAFTS: evicted and name.endswith(_DRAFTED),
         CHUNKS: evicted and again is not None and again.outcome == "passed" and again.evicted,
     }
     found = [kind for kind, seen in causes.items() if seen and ours.outcome == "failed"]

@@ -28,6 +28,14 @@ def test_a_failure_is_a_fault_unless_a_refusal_was_seen(seen, kind):
     assert mlx_lm_suite.verdict(NAME, STOCK, failed(**seen)).kind == kind
 
 
+def test_what_is_expected_of_one_test_under_eviction_excuses_no_other_and_nothing_without_eviction():
+    for name, kind in (("test_make_mask_with_cache", "rows"), ("test_stream_generate_speculative", "drafts")):
+        full = next(full for full in (*mlx_lm_suite._COUNTED, *mlx_lm_suite._DRAFTED) if full.endswith(name))
+        assert mlx_lm_suite.verdict(f"test_a.{full}", STOCK, failed(evicted=9)).kind == kind
+        assert mlx_lm_suite.verdict(f"test_a.{full}", STOCK, failed()).kind == "FAULT"
+        assert mlx_lm_suite.verdict(f"test_a.{full}_too", STOCK, failed(evicted=9)).kind == "FAULT"
+
+
 def test_other_chunks_are_a_reason_only_if_the_same_chunks_pass_under_eviction():
     evicting, passed = failed(evicted=9), Ended("passed", ours=30, evicted=9)
     assert mlx_lm_suite.verdict(NAME, STOCK, evicting, passed).kind == "chunks"
