@@ -44,6 +44,8 @@ class Batched(Diagnosed):
         if not caches:
             raise ValueError("merge joins one cache or more, got none")
         for other in caches:
+            cls._check_kind(other)
+        for other in caches:
             caches[0]._agree(other)
         made = caches[0].copy()
         if len(caches) > 1:
@@ -53,6 +55,7 @@ class Batched(Diagnosed):
 
     def extend(self, other: Self) -> None:
         """Let the sequences of another cache of this layer join; errors as `merge`."""
+        self._check_kind(other)
         self._agree(other)
         self._join([self, other])
         if self._lockstep is not None:
@@ -117,10 +120,13 @@ class Batched(Diagnosed):
         streams = veloxfn.streams(batch, heads, self._layer) + self._shard * heads
         return self._policy.init_state(batch * heads, key_dim, value_dim, dtype=dtype, streams=streams)
 
-    def _agree(self, other: Any) -> None:
+    @classmethod
+    def _check_kind(cls, other: Any) -> None:
+        if not isinstance(other, cls):
+            raise TypeError(f"an {cls.__name__} joins others of its kind, got {type(other).__name__}")
+
+    def _agree(self, other: Self) -> None:
         """Raise unless the sequences of another cache can join."""
-        if not isinstance(other, type(self)):
-            raise TypeError(f"an {type(self).__name__} joins others of its kind, got {type(other).__name__}")
         for name in ("layer", "config"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(

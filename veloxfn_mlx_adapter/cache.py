@@ -208,18 +208,20 @@ class EvictingCache(capture.AttentionObserver, Batched):
         return not any(self._sequences.before())
 
     def trim(self, n: int) -> int:
-        """Take back the last n tokens, exactly.
+        """Take back the last n tokens, exactly; all there are, where that is fewer and all came in the last call.
 
         Returns:
-            n.
+            How many were taken back.
 
         Raises:
-            ValueError: n exceeds the block whose eviction is held back.
+            ValueError: n exceeds the block whose eviction is held back, and tokens came before it.
         """
+        if self.is_trimmable():
+            n = min(n, self._pending)
         if not 0 <= n <= self._pending:
             raise ValueError(
                 f"trim takes back 0 to {self._pending} tokens, the last block, got {n}: "
-                f"what was evicted before it is gone"
+                f"what the method noted of the tokens before it cannot be undone"
             )
         if n:
             left = self._pending - n

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import KVCache
 
 import veloxfn
 from veloxfn import Contiguous, Rope, h2o, streaming_llm
@@ -344,6 +345,8 @@ def test_what_cannot_be_joined_is_refused():
         EvictingCache.merge([cache, EvictingCache(veloxfn.policy(cache.config), layer=3)])
     with pytest.raises(TypeError, match="joins others of its kind, got int"):
         cache.extend(3)
+    with pytest.raises(TypeError, match="joins others of its kind, got KVCache"):
+        EvictingCache.merge([KVCache(), cache])
     with pytest.raises(ValueError, match="one cache or more, got none"):
         EvictingCache.merge([])
     with pytest.raises(ValueError, match="one number of kv heads are joined, got 2 and 3"):
