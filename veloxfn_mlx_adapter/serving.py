@@ -108,10 +108,12 @@ def prepared(options: argparse.Namespace, config: Retention) -> Iterator[Any]:
         except ModuleNotFoundError as error:
             raise generation.UsageError(str(error)) from error
 
-    def evicting(load: Callable[..., Any]) -> Callable[..., Any]:
+    provider: Any = None
+
+    def evicting(load: Callable[..., Any], *, drafts: bool) -> Callable[..., Any]:
         def loaded(path: str, *arguments: Any, **settings: Any) -> Any:
             found = load(path, *arguments, **settings)
-            if "tokenizer_config" in settings:  # not a draft model, which goes back step by step
+            if not drafts or "tokenizer_config" in settings:  # a draft model goes back step by step: it cannot evict
                 model = found[0]
                 fitted = generation.fitted(config, model, anneal_from=None, contiguous=options.contiguous)
                 generation.attached(model, fitted)
@@ -120,14 +122,15 @@ def prepared(options: argparse.Namespace, config: Retention) -> Iterator[Any]:
         return loaded
 
     with _replaced(
-        load=evicting(_loading(server.load)),
-        sharded_load=evicting(server.sharded_load),
+        load=evicting(_loading(server.load), drafts=True),
+        sharded_load=evicting(server.sharded_load, drafts=False),
         scan_cache_dir=_scanning(server.scan_cache_dir),
-        LRUPromptCache=_storing(getattr(options, "prompt_cache_bytes", None)),
+        LRUPromptCache=_storing(options.prompt_cache_bytes, drafted=lambda: provider.draft_model is not None),
     ):
-        provider = server.ModelProvider(options)
         try:
-            provider.load_default()
+            provider = server.ModelProvider(options)  # loads the model, before mlx-lm 0.32
+            if hasattr(provider, "load_default"):
+                provider.load_default()
         except generation.UsageError:
             raise
         except Exception as error:
@@ -180,8 +183,13 @@ def _scanning(scan: Callable[[], Any]) -> Callable[[], Any]:
     return scanned
 
 
-def _storing(most_bytes: int | None) -> type:
-    """The server's store of prompt caches, of at most so many bytes, that hands out none that cannot be used."""
+def _storing(most_bytes: int | None, *, drafted: Callable[[], bool]) -> type:
+    """The server's store of prompt caches, of at most so many bytes, that hands out none that cannot be used.
+
+    Args:
+        most_bytes: of all caches; None = any.
+        drafted: whether a draft model helps, whose rejected tokens have to be taken back.
+    """
 
     class PromptCaches(LRUPromptCache):  # type: ignore[misc]
         def __init__(self, max_size: int) -> None:
@@ -189,10 +197,8 @@ def _storing(most_bytes: int | None) -> type:
 
         def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[Any, list[int]]:
             found, rest = super().fetch_nearest_cache(model, tokens)
-            drafted = isinstance(model, tuple) and model[-1] is not None
-            stuck = drafted and found is not None and not all(cache.is_trimmable() for cache in found)
-            # a draft model needs caches that go back, and an answer at least one token to begin with
-            return (None, tokens) if stuck or not rest else (found, rest)
+            stuck = found is not None and drafted() and not all(cache.is_trimmable() for cache in found)
+            return (None, tokens) if stuck or not rest else (found, rest)  # an answer needs a token to begin with
 
         def insert_cache(self, model: Any, tokens: list[int], prompt_cache: list[Any], **options: Any) -> None:
             size = sum(cache.nbytes for cache in prompt_cache)
