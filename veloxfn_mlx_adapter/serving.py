@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -139,10 +140,26 @@ def prepared(options: argparse.Namespace, config: Retention) -> Iterator[Any]:
 
 
 class _Generator(server.ResponseGenerator):  # type: ignore[misc]
-    """The server's thread that generates, leaving nothing behind in MLX when it ends.
+    """The server's generating thread, which stops between tokens and leaves nothing behind in MLX.
 
     Else a process that ends soon after the thread can abort: MLX is still ending the thread's streams.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._answering: list[weakref.ref[Any]] = []
+        super().__init__(*arguments, **options)
+
+    def generate(self, *arguments: Any, **options: Any) -> Any:
+        context, answer = super().generate(*arguments, **options)
+        self._answering = [held for held in self._answering if held() is not None] + [weakref.ref(context)]
+        return context, answer
+
+    def stop_and_join(self) -> None:
+        self._stop = True  # no further request
+        for held in self._answering:
+            if (context := held()) is not None:
+                context.stop()
+        super().stop_and_join()
 
     def _generate(self) -> None:
         try:

@@ -188,18 +188,22 @@ def test_a_client_that_leaves_harms_nobody(here, alone, capfd, options):
     wait_for(lambda: "BrokenPipe" in (text := capfd.readouterr().err) or "ConnectionReset" in text, may_fail=True)
 
 
-def test_a_second_turn_goes_on_from_the_stored_caches(here, alone):
-    first = complete(here.port, "turn " + TEXT, 12)
-    tokens = len(alone.tokenizer.encode("turn " + TEXT + first))
-    assert tokens == len("turn " + TEXT) + 12, "the answer reads as the tokens that it was made of"
-    longer = "turn " + TEXT + first + " and then"
-    status, said = post(here.port, "/v1/completions", prompt=longer, max_tokens=12, seed=0)
-    assert status == 200
-    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens
-    status, said = post(here.port, "/v1/completions", prompt="turn " + TEXT + first, max_tokens=12, seed=0)
-    assert status == 200  # held as it is: an answer needs a token to begin with
-    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert said["choices"][0]["text"] == alone.answer("turn " + TEXT + first, 12)
+@pytest.mark.parametrize("options", [{"seed": 0}, {}], ids=["alone", "batched"])
+def test_a_second_turn_goes_on_from_the_stored_caches(here, alone, options):
+    text = f"turn {len(options)} {TEXT}"
+
+    def ask(prompt):
+        status, said = post(here.port, "/v1/completions", prompt=prompt, max_tokens=12, **options)
+        assert status == 200
+        return said["choices"][0]["text"], said["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first, held = ask(text)
+    assert held == 0
+    assert len(alone.tokenizer.encode(text + first)) == len(text) + 12, "it reads as the tokens that it was made of"
+    wait_for(lambda: len(text) + 12 in [len(entry.tokens) for entry in here.stored])
+    assert ask(text + first + " and then")[1] == len(text) + 12
+    # What is held exactly is read anew: an answer needs a token to begin with.
+    assert ask(text + first) == (alone.answer(text + first, 12), 0)
 
 
 def test_health_and_models(here, folder):
@@ -366,6 +370,18 @@ def test_the_command_serves_until_it_is_interrupted(folder, alone):
     assert f"serving {folder} at http://127.0.0.1:{served.port}/v1: h2o, budget {BUDGET} rows per kv head" in err
     assert f"Eviction caches: {len(TEXT) + 20} tokens seen" in err
     assert "Traceback" not in err
+
+
+def test_a_stop_waits_for_no_answer(folder):
+    """Neither for one that is being served nor for those behind it."""
+    with process("--model", folder, "--budget", BUDGET) as served, ThreadPoolExecutor(2) as pool:
+        for options in ({"seed": 0}, {}):
+            body = {"prompt": TEXT, "max_tokens": 10**6, "stream": True, **options}
+            pool.submit(post, served.port, "/v1/completions", **body)
+            time.sleep(1)
+        served.running.send_signal(signal.SIGINT)
+        served.running.communicate(timeout=60)
+    assert served.running.returncode == 0
 
 
 def test_the_command_serves_the_demo_model_until_it_is_terminated():
