@@ -35,6 +35,9 @@ def complaint(queries: mx.array, keys: mx.array, mask: Any, *, cached: list[int]
 def per_row(queries: mx.array, *, heads: int, scale: float) -> mx.array:
     """Queries [B, Hq, N, D] as [B * Hkv, G, N, D] whose scores over sqrt(D) are the model's.
 
+    A learned sink in the softmax (gpt_oss) is not among them: a method weighs tokens against each other, as if the
+    model gave nothing to the sink.
+
     Args:
         queries: of the model.
         heads: Hkv.
