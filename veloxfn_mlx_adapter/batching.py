@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ class Batched(Diagnosed):
     _attending: bool
     _lockstep: Lockstep | None
     _shard: int
+    _counts_block: bool
     copy: Callable[[], Self]
     settle: Callable[[], None]
     _after_eviction: Callable[[], Any]
@@ -45,8 +47,9 @@ class Batched(Diagnosed):
             raise ValueError("merge joins one cache or more, got none")
         for other in caches:
             cls._check_kind(other)
+        first = next((cache for cache in caches if cache._state is not None), caches[0])
         for other in caches:
-            caches[0]._agree(other)
+            first._agree(other)
         made = caches[0].copy()
         if len(caches) > 1:
             made._join(caches)
@@ -59,29 +62,29 @@ class Batched(Diagnosed):
         self._agree(other)
         self._join([self, other])
         if self._lockstep is not None:
-            self._lockstep.note(self._layer, self._sequences.longest)
+            self._lockstep.note(self._layer, self._sequences.seen)
 
     def filter(self, batch_indices: Any) -> None:
         """Keep the sequences `batch_indices`, ints or an array of them, in that order.
 
         Raises:
-            IndexError: an index outside of the batch.
+            IndexError: an index outside of the batch, or none.
+            TypeError: something else than indices, such as a mask.
         """
-        given: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
-        indices = [int(i) for i in given]
         batch = len(self._sequences)
-        if not indices or not all(-batch <= i < batch for i in indices):
-            raise IndexError(f"a batch of {batch} sequences has the indices 0 to {batch - 1}, got {indices}")
-        indices = [i % batch for i in indices]
+        indices = _indices(batch_indices, batch)
+        sequences = self._sequences.taken(indices)
+        if self._state is not None and min(sequences.longest, self.config.budget) < self._kept:
+            self.settle()  # before anything changes: it may be refused
         if self._state is not None and indices != list(range(batch)):
             rows = ragged.rows_of(indices, self._heads)
             self._state = veloxfn.take_rows(self._state, rows)
             self._next = None if self._next is None else veloxfn.take_rows(self._next, rows)
             self._queries = None if self._queries is None else self._queries[rows]
-        self._sequences = self._sequences.taken(indices)
+        self._sequences = sequences
         self._shrink()
         if self._lockstep is not None:
-            self._lockstep.note(self._layer, self._sequences.longest)
+            self._lockstep.note(self._layer, self._sequences.seen)
 
     def extract(self, idx: int) -> Self:
         """An own cache of one sequence, with its last block evicted, as if it had been alone all the time."""
@@ -132,6 +135,8 @@ class Batched(Diagnosed):
                 raise ValueError(
                     f"caches of one {name} are joined, got {getattr(self, name)} and {getattr(other, name)}"
                 )
+        if (self._shard, self._counts_block) != (other._shard, other._counts_block):
+            raise ValueError(f"caches of one shard of one model are joined, got {self._shard} and {other._shard}")
         if self._state is not None and other._state is not None and self._heads != other._heads:
             raise ValueError(f"caches of one number of kv heads are joined, got {self._heads} and {other._heads}")
 
@@ -152,7 +157,7 @@ class Batched(Diagnosed):
 
     def _follow(self, lockstep: Lockstep | None, made: Hashable) -> None:
         """Keep step with what else is made in the same way from the caches of a lockstep."""
-        self._lockstep = None if lockstep is None else lockstep.heir(made, self._layer, self._sequences.longest)
+        self._lockstep = None if lockstep is None else lockstep.heir(made, self._layer, self._sequences.seen)
 
     def _shrink(self) -> None:
         """Without slots that are free in all sequences, which longer ones left behind."""
@@ -162,3 +167,19 @@ class Batched(Diagnosed):
         self.settle()
         if longest < self._kept:
             self._state = shrink(self._state, longest) if longest else None
+
+
+def _indices(given: Any, batch: int) -> list[int]:
+    """Places 0 .. batch - 1 that `filter` was given."""
+    if isinstance(given, mx.array):
+        if given.ndim != 1 or not mx.issubdtype(given.dtype, mx.integer):
+            raise TypeError(f"indices must be ints [M], got {given.dtype} {list(given.shape)}")
+        given = given.tolist()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(f"indices must be a sequence of ints, got {given!r}")
+    if any(isinstance(i, bool) or not hasattr(i, "__index__") for i in given):
+        raise TypeError(f"indices must be ints, got {list(given)}")
+    indices = [operator.index(i) for i in given]
+    if not indices or not all(-batch <= i < batch for i in indices):
+        raise IndexError(f"a batch of {batch} sequences has the indices 0 to {batch - 1}, got {indices}")
+    return [i % batch for i in indices]

@@ -33,6 +33,8 @@ class EvictingCache(capture.AttentionObserver, Batched):
         counts_block: whether the model reads `offset` between `update_and_fetch` and its attention, where it is to
             count the block; only matters with `placement=Contiguous`.
         shard: which part of the layer's kv heads these are, where processes share them out; names their noise streams.
+        alone: whether the mask of this cache is also that of later layers with caches of the model's own, which cannot
+            read one of sequences of different lengths.
         lockstep: what the caches of one model share to notice a forward pass that broke off; None = nothing.
     """
 
@@ -44,6 +46,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
         owner: str = "the model",
         counts_block: bool = False,
         shard: int = 0,
+        alone: bool = False,
         lockstep: Lockstep | None = None,
     ) -> None:
         self._policy = policy
@@ -55,7 +58,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
         self._complaint = ""  # why attention showed no usable queries
         self._heads = 0
         self._sequences = ragged.Sequences()
-        self._counts_block, self._attending = counts_block, False
+        self._counts_block, self._attending, self._alone = counts_block, False, alone
         self._lockstep = lockstep
         capture.hold(self)
 
@@ -97,6 +100,12 @@ class EvictingCache(capture.AttentionObserver, Batched):
             here = mx.arange(seen + N)
             return (here <= here[seen:, None]) & (here > here[seen:, None] - window_size)
         if uneven:
+            if self._alone:
+                raise ValueError(
+                    f"sequences of different lengths cannot share a batch where layers of {self._owner} evict and "
+                    f"later ones of full attention keep its own caches, which read one mask: give each of them a "
+                    f"policy, or none to the first"
+                )
             return self._coming_mask(N)
         if N == 1:
             return None
@@ -127,7 +136,8 @@ class EvictingCache(capture.AttentionObserver, Batched):
                 f"keys must be [B, Hkv, N, D] and values [B, Hkv, N, Dv], got {keys.shape} and {values.shape}"
             )
         batch, heads, count, dim = keys.shape
-        sequences = ragged.Sequences.new(batch) if self._sequences.blank else self._sequences
+        blank = self._state is None and self._sequences.blank
+        sequences = ragged.Sequences.new(batch) if blank else self._sequences
         if batch != len(sequences) or (self._state is not None and heads != self._heads):
             raise ValueError(
                 f"this cache holds [B, Hkv] = [{len(sequences)}, {self._heads or heads}], got keys {keys.shape}; "
@@ -138,7 +148,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
         keys, values = (block.reshape(batch * heads, count, block.shape[3]) for block in (keys, values))
         sequences = sequences.fed(count)
         if self._lockstep is not None:
-            self._lockstep.check(self._layer, before=self._sequences.longest, after=sequences.longest)
+            self._lockstep.check(self._layer, before=self._sequences.seen, after=sequences.seen)
         valid = ragged.valid_of(sequences.spans, count)
         valid = None if valid is None else mx.repeat(valid, heads, axis=0)
         if self._state is None:
@@ -151,7 +161,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
         self._state, self._next, self._queries, self._complaint = state, None, None, ""
         self._heads, self._sequences, self._attending = heads, sequences, self._counts_block
         if self._lockstep is not None:
-            self._lockstep.note(self._layer, sequences.longest)
+            self._lockstep.note(self._layer, sequences.seen)
         return self._per_head(pair)
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any) -> Any:
@@ -167,7 +177,8 @@ class EvictingCache(capture.AttentionObserver, Batched):
                 self._queries = observed.per_row(queries, heads=self._heads, scale=scale)
         if self._next is None and not self._complaint and stepping.is_steady(self._policy, self._state):
             self._next = stepping.evicted_in_step(self._policy, self._state, self._queries)
-        if self._has_gaps() and observed.can_be_replaced(mask) and keys.shape[-2] == self._rows:
+        uneven = self._has_gaps() or observed.is_ragged(mask)
+        if uneven and observed.can_be_replaced(mask) and keys.shape[-2] == self._rows:
             return ragged.visible(self._state, batch=len(self._sequences))
         return observed.fitted(mask, columns=keys.shape[-2], count=queries.shape[-2])
 
@@ -225,11 +236,14 @@ class EvictingCache(capture.AttentionObserver, Batched):
             )
         if n:
             left = self._pending - n
-            self._state, self._next = take_back(self._state, n, budget=self.config.budget), None
+            sequences = self._sequences.taken_back(left)
+            nothing = not sequences.longest and sequences.padding is None
+            self._state = None if nothing else take_back(self._state, n, budget=self.config.budget)
+            self._next = None
             self._queries = self._queries[:, :, :left] if left and self._queries is not None else None
-            self._sequences, self._attending = self._sequences.taken_back(left), False
+            self._sequences, self._attending = sequences, False
             if self._lockstep is not None:
-                self._lockstep.note(self._layer, self._sequences.longest)
+                self._lockstep.note(self._layer, self._sequences.seen)
         return n
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> None:
@@ -256,6 +270,7 @@ class EvictingCache(capture.AttentionObserver, Batched):
             "heads": self._heads,
             **self._sequences.record(),
             "counts_block": self._counts_block,
+            "alone": self._alone,
             "queries": self._queries is not None,
         }
         return [portable.array_of(record), *self._arrays()]
@@ -269,17 +284,18 @@ class EvictingCache(capture.AttentionObserver, Batched):
         queries = held.pop() if record["queries"] and held else None
         state = portable.state_of(policy, held)
         portable.check(record, policy, state, queries)
+        sequences = ragged.Sequences.of(record)
         self._policy, self._state, self._queries = policy, state, queries
         self._layer, self._shard, self._owner = record["layer"], record["shard"], record["owner"]
         self._heads = record["heads"]
-        self._sequences = ragged.Sequences.of(record)
-        self._counts_block, self._attending = record["counts_block"], False
+        self._sequences = sequences
+        self._counts_block, self._alone, self._attending = record["counts_block"], record["alone"], False
         self._next, self._complaint = None, ""
         if bound is None:
             self._lockstep = None
             capture.hold(self)
         elif self._lockstep is not None:
-            self._lockstep.note(self._layer, self._sequences.longest)
+            self._lockstep.note(self._layer, self._sequences.seen)
 
     @property
     def meta_state(self) -> str:
@@ -310,11 +326,15 @@ class EvictingCache(capture.AttentionObserver, Batched):
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         self.__dict__.update(held)
+        if self._lockstep is not None:
+            self._lockstep.note(self._layer, self._sequences.seen)
         capture.hold(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         made = self.copy()
         made._lockstep = copy.deepcopy(self._lockstep, memo)  # one for all caches that are copied together
+        if made._lockstep is not None:
+            made._lockstep.note(made._layer, made._sequences.seen)
         return made
 
     def size(self) -> int:

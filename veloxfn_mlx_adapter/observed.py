@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["can_be_replaced", "complaint", "fitted", "per_row"]
+__all__ = ["can_be_replaced", "complaint", "fitted", "is_ragged", "per_row"]
 
 
 def complaint(queries: mx.array, keys: mx.array, mask: Any, *, cached: list[int], arrivals: int) -> str:
@@ -53,6 +53,11 @@ def per_row(queries: mx.array, *, heads: int, scale: float) -> mx.array:
 def can_be_replaced(mask: Any) -> bool:
     """Whether a mask says only what is visible, so that the cache, which knows it, may say it in its place."""
     return not isinstance(mask, mx.array) or bool(mask.dtype == mx.bool_)
+
+
+def is_ragged(mask: Any) -> bool:
+    """Whether a mask is one for each sequence: its columns are the slots of the layer that made it, in their order."""
+    return isinstance(mask, mx.array) and mask.ndim == 4
 
 
 def fitted(mask: Any, *, columns: int, count: int) -> Any:

@@ -17,7 +17,19 @@ from veloxfn import Policy, Retention
 __all__ = ["array_of", "check", "config_of", "leaves", "record_of", "state_of", "written"]
 
 _FORMAT = 2
-_FIELDS = {"config", "layer", "shard", "owner", "heads", "seen", "spans", "padding", "counts_block", "queries"}
+_KINDS = {  # of a record's fields
+    "config": dict,
+    "layer": int,
+    "shard": int,
+    "owner": str,
+    "heads": int,
+    "seen": list,
+    "spans": list,
+    "padding": list | None,
+    "counts_block": bool,
+    "alone": bool,
+    "queries": bool,
+}
 
 
 def leaves(state: Any) -> list[mx.array]:
@@ -59,9 +71,9 @@ def check(record: dict[str, Any], policy: Policy[Any], state: Any, queries: mx.a
         ValueError: they do not, with what differs.
     """
     batch, heads, seen = len(record["seen"]), record["heads"], max(record["seen"])
-    if (state is None) != (seen == 0):
-        raise ValueError(f"a saved eviction cache of {seen} tokens has {'no' if state is None else 'a'} state")
     if state is None:
+        if seen:
+            raise ValueError(f"a saved eviction cache of {seen} tokens has no state")
         return
     slots, rows, budget = state.slots, batch * heads, policy.config.budget
     template = policy.init_state(rows, slots.keys.shape[-1], slots.values.shape[-1], dtype=slots.keys.dtype)
@@ -78,14 +90,26 @@ def check(record: dict[str, Any], policy: Policy[Any], state: Any, queries: mx.a
             f"a saved eviction cache of budget {budget} with a block of {block} tokens cannot hold {length} slots in "
             f"buffers of {sizes}"
         )
-    if queries is not None and (queries.ndim != 4 or queries.shape[0] != rows or queries.shape[2] != block):
-        raise ValueError(f"queries [N, G, S, D] of {rows} rows and {block} tokens are expected, got {queries.shape}")
+    if queries is not None:
+        wanted = (rows, block, slots.keys.shape[2])
+        fits = queries.ndim == 4 and (queries.shape[0], *queries.shape[2:]) == wanted and queries.shape[1] > 0
+        if not fits or not mx.issubdtype(queries.dtype, mx.floating):
+            raise ValueError(f"queries must be floats [N, G, S, D] = {wanted}, got {queries.dtype} {queries.shape}")
+    for name, column in zip(state._fields, state, strict=True):
+        if name not in ("slots", "row") and column.shape[-1] != length:
+            raise ValueError(f"{name} of a saved eviction cache must have {length} slots, got {list(column.shape)}")
     told = mx.repeat(mx.array(record["seen"], mx.int32), heads)
     if not mx.array_equal(slots.seen, told).item():
         raise ValueError(f"a saved eviction cache says that it saw {record['seen']} tokens, its state says otherwise")
     for name, places, below in (("positions", slots.positions, seen), ("arrived", slots.arrived, length)):
-        if places.size and not ((places >= -1) & (places < below)).all().item():
-            raise ValueError(f"{name} of a saved eviction cache must lie in -1 .. {below - 1}")
+        order = mx.sort(places, axis=1)
+        distinct = (order[:, 1:] > order[:, :-1]) | (order[:, 1:] < 0)
+        if places.size and not (((places >= -1) & (places < below)).all() & distinct.all()).item():
+            raise ValueError(f"{name} of a saved eviction cache must be -1 or distinct in 0 .. {below - 1}")
+    here = mx.arange(block)
+    starts, stops = (mx.repeat(mx.array(ends, mx.int32), heads)[:, None] for ends in zip(*record["spans"], strict=True))
+    if not mx.array_equal((here >= starts) & (here < stops), slots.arrived >= 0).item():
+        raise ValueError(f"spans of a saved eviction cache must name the tokens that arrived, got {record['spans']}")
 
 
 def _named(state: Any, template: Any, name: str = "state") -> Iterator[tuple[str, mx.array, mx.array]]:
@@ -116,9 +140,33 @@ def record_of(array: Any) -> dict[str, Any]:
         raise ValueError(f"the first array of a saved eviction cache is its uint8 record, got {got}") from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
         raise ValueError(f"a saved eviction cache must have format {_FORMAT}, got {str(record)[:60]}")
-    if missing := _FIELDS - record.keys():
+    if missing := _KINDS.keys() - record.keys():
         raise ValueError(f"the record of a saved eviction cache lacks {', '.join(sorted(missing))}")
+    for name, kind in _KINDS.items():
+        value = record[name]
+        if not isinstance(value, kind) or (kind is int and not _is_count(value)):
+            raise ValueError(f"{name} of a saved eviction cache is no {_called(kind)}: {str(value)[:60]}")
+    batch = len(record["seen"])
+    padding = record["padding"] or [[0] * batch, None, None]
+    counts = [record["seen"], *padding[:1], *(part for part in padding[1:] if part is not None)]
+    if not batch or len(padding) != 3 or not all(_are_counts(part, batch) for part in counts):
+        raise ValueError(f"seen and padding of a saved eviction cache must be one count per sequence, got {counts}")
+    spans = record["spans"]
+    if len(spans) != batch or not all(_are_counts(span, 2) and span[0] <= span[1] for span in spans):
+        raise ValueError(f"spans of a saved eviction cache must be a start and a stop per sequence, got {spans}")
     return record
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_counts(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_count, values))
+
+
+def _called(kind: Any) -> str:
+    return "count" if kind is int else str(getattr(kind, "__name__", kind))
 
 
 def written(value: Any) -> Any:
@@ -139,7 +187,10 @@ def config_of(data: Any) -> Retention:
     Raises:
         ValueError: it belongs to no registered method.
     """
-    value = _read(data)
+    try:
+        value = _read(data)
+    except (AttributeError, ModuleNotFoundError, TypeError) as error:
+        raise ValueError(f"the config of a saved eviction cache cannot be read: {error}") from error
     if not isinstance(value, Retention):
         raise ValueError(f"a saved eviction cache must name a method's config, got {data!r}")
     return value

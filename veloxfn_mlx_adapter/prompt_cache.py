@@ -181,6 +181,7 @@ class _Plan:
     policies: dict[int, Policy[Any]]  # by layer
     counts_block: frozenset[int]  # layers whose model reads the offset between update and attention
     shards: dict[int, int]  # which part of a layer's kv heads is here
+    alone: bool  # later layers with the model's own caches read the mask of the first that evicts
 
     def over(self, caches: list[Any]) -> list[Any]:
         """Caches of a model, with those of evicting layers in place of its own."""
@@ -192,6 +193,7 @@ class _Plan:
                 owner=self.owner,
                 counts_block=i in self.counts_block,
                 shard=self.shards.get(i, 0),
+                alone=self.alone,
                 lockstep=lockstep,
             )
         return caches
@@ -229,10 +231,31 @@ def _planned(model: Any, caches: list[Any], policy: Any) -> _Plan:
                 f"call mlx_lm's scaled_dot_product_attention, which shows them; "
                 f"methods without queries (knorm, streaming_llm) work with it"
             )
+    if len(budgets) > 1:
+        _check_scores(model, caches, owner, budgets, full)
     measured.warn_of(cast(Policy[Any], policies[i]).config for i in wanted)
     counts = frozenset(i for i in wanted if i in probes and probes[i].counts_block)
     shards = {i: _shard(layers[i]) for i in wanted} if len(layers) == len(caches) else {}
-    return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts, shards)
+    first, after = full.index(True), [i for i, is_full in enumerate(full) if is_full and policies[i] is None]
+    alone = first in wanted and bool(after)
+    return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts, shards, alone)
+
+
+def _check_scores(model: Any, caches: list[Any], owner: str, budgets: set[int | None], full: list[bool]) -> None:
+    """Raise if a layer adds an array to its scores, which is made for the rows of one layer and fits no other's.
+
+    Raises:
+        ValueError: one does.
+    """
+    try:
+        probes = ropes.probed(model, [i for i, is_full in enumerate(full) if is_full], stock_caches)
+    except ValueError:  # a model that cannot be tried on single tokens says later what does not fit
+        return
+    if adding := [i for i, probe in probes.items() if probe.adds_to_scores]:
+        raise ValueError(
+            f"layers {adding[0]} to {adding[-1]} of {owner} add an array to their scores that is made for one number "
+            f"of rows: give all full-attention layers one budget, got {sorted(budgets, key=str)} (None = no policy)"
+        )
 
 
 def _shard(layer: Any) -> int:

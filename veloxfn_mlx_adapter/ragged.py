@@ -36,6 +36,7 @@ class Padding:
 
         Raises:
             ValueError: only the number of padded tokens was given, and they reach over several blocks.
+            RuntimeError: more tokens than were spoken of.
         """
         length = self.length
         if self.right is not None:
@@ -44,6 +45,8 @@ class Padding:
                     f"right_padding of {max(self.right)} tokens in a block of {count}: give lengths= to prepare as well"
                 )
             length = tuple(count - padded for padded in self.right)
+        if length is not None and not any(length) and not any(self.left) and count:
+            raise RuntimeError("all tokens that prepare spoke of have come; call finalize before the next ones")
         starts = [min(padded, count) for padded in self.left]
         stops = [count] * len(starts)
         if length is not None:
@@ -140,18 +143,28 @@ class Sequences:
         self, left: Sequence[int] | None, lengths: Sequence[int] | None, right: Sequence[int] | None
     ) -> Sequences:
         """With padding among the tokens to come; the arguments are those of `EvictingCache.prepare`."""
-        given = [list(numbers) for numbers in (left, lengths, right) if numbers is not None]
-        made = Sequences.new(len(given[0])) if self.blank and given else self
+        given = [
+            numbers.tolist() if isinstance(numbers, mx.array) else list(numbers)
+            for numbers in (left, lengths, right)
+            if numbers is not None
+        ]
+        made = Sequences.new(len(given[0])) if self.blank and given and given[0] else self
         for numbers in given:
             if len(numbers) != len(made) or any(int(number) != number or number < 0 for number in numbers):
                 raise ValueError(f"padding is one count >= 0 for each of {len(made)} sequences, got {numbers}")
         if left is not None and self.longest:
             raise ValueError(f"left_padding comes before all tokens, but {self.longest} were seen")
-        before = (0,) * len(made) if made.padding is None else made.padding.left
-        padded = tuple(a + int(b) for a, b in zip(before, left or (0,) * len(made), strict=True))
-        length = None if lengths is None else tuple(int(n) for n in lengths)
-        last = None if right is None or lengths is not None else tuple(int(n) for n in right)
-        return replace(made, padding=Padding(padded, length, last))
+        zeros = (0,) * len(made)
+        first, length, last = (
+            None if numbers is None else tuple(int(n) for n in numbers) for numbers in (left, lengths, right)
+        )
+        if length is not None and last is not None and len({a + b for a, b in zip(length, last, strict=True)}) > 1:
+            raise ValueError(
+                f"lengths and right_padding of each sequence must have one sum, got {list(length)} and {list(last)}"
+            )
+        before = zeros if made.padding is None else made.padding.left
+        padded = tuple(a + b for a, b in zip(before, first or zeros, strict=True))
+        return replace(made, padding=Padding(padded, length, None if length is not None else last))
 
     def uneven(self, kept: int, budget: int, count: int) -> bool:
         """Whether the next `count` tokens will see free slots among `kept` rows, or are padding in part."""

@@ -122,6 +122,7 @@ class LayerProbe:
     values: list[mx.array] = field(default_factory=list)
     asks: set[str] = field(default_factory=set)  # when the offset was read: "before" the update, "after", "late"
     shows_queries: bool = False
+    adds_to_scores: bool = False  # an array that depends on the rows, such as half of the products (latent attention)
 
     @property
     def counts_block(self) -> bool:
@@ -169,6 +170,8 @@ class _ProbeCache(mlx_lm_cache._BaseCache, capture.AttentionObserver):  # type: 
 
     def observe(self, queries: mx.array, keys: mx.array, scale: float, mask: Any) -> Any:
         self._probe.shows_queries, self._stage = True, "late"
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            self._probe.adds_to_scores = True
         return mask
 
     def tied(self, output: mx.array) -> mx.array:

@@ -386,3 +386,119 @@ def test_a_batch_saves_and_loads(tmp_path):
     outputs = [step(cache, *(x[:, :, 2:] for x in (k, v, q))) for cache in (batch, loaded)]
     assert mx.array_equal(*outputs)
     assert loaded.offset.tolist() == batch.offset.tolist() == [5, 24, 9]
+
+
+# Layers that differ, and use against the rules.
+
+
+def merged(model, policies, lengths=(3, 12)):
+    """Caches of each prompt alone, and one batch of them all."""
+    single = [make_prompt_cache(model, policies) for _ in lengths]
+    for caches, prompt in zip(single, prompts_of(*lengths), strict=True):
+        model(mx.array([prompt]), cache=caches)
+    return single, [EvictingCache.merge(layer) for layer in zip(*copy.deepcopy(single), strict=True)]
+
+
+@pytest.mark.parametrize("budgets", [(9, 2), (2, 9), (20, 4), (5, 30)])
+@pytest.mark.parametrize("method", ["h2o", "streaming_llm"])
+def test_layers_of_different_budgets_each_have_their_own_mask(tiny, tokens, method, budgets):
+    model = tiny()
+    policies = [veloxfn.policy_for(method, budget=budget, sink=0) for budget in budgets]
+    single, batch = merged(model, policies, (3, 12, 7))
+    for turn, count in enumerate((1, 1, 4, 1, 1)):
+        inputs = tokens(count, batch=3, seed=turn)
+        found = model(inputs, cache=batch)
+        for i, caches in enumerate(single):
+            assert mx.allclose(found[i], model(inputs[i : i + 1], cache=caches)[0], atol=1e-4), (turn, i)
+    for i, caches in enumerate(single):
+        assert [kept(cache.extract(i)) for cache in batch] == [kept(cache) for cache in caches]
+
+
+def test_layers_that_read_the_mask_of_one_that_evicts_are_kept_from_ragged_batches(tiny, tokens):
+    from mlx_lm.models.cache import BatchKVCache
+
+    model, policy = tiny(), veloxfn.policy(streaming_llm.Config(budget=6))
+    single = [make_prompt_cache(model, [policy, None]) for _ in range(2)]
+    for caches, prompt in zip(single, prompts_of(3, 12), strict=True):
+        model(mx.array([prompt]), cache=caches)
+    batch = [EvictingCache.merge([c[0] for c in single]), BatchKVCache.merge([c[1] for c in single])]
+    with pytest.raises(ValueError, match="sequences of different lengths cannot share a batch where layers of mlx_lm"):
+        model(tokens(1, batch=2), cache=batch)
+    single, _ = [make_prompt_cache(model, [None, policy]) for _ in range(2)], None
+    for caches, prompt in zip(single, prompts_of(3, 12), strict=True):
+        model(mx.array([prompt]), cache=caches)
+    batch = [BatchKVCache.merge([c[0] for c in single]), EvictingCache.merge([c[1] for c in single])]
+    found = model(tokens(1, batch=2), cache=batch)
+    for i, caches in enumerate(single):
+        assert mx.allclose(found[i], model(tokens(1, batch=2)[i : i + 1], cache=caches)[0], atol=1e-4)
+
+
+def test_models_that_add_to_their_scores_need_one_budget(tiny, tokens):
+    latent = tiny("deepseek_v3", kv_lora_rank=8, q_lora_rank=None, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+    one, other = (veloxfn.policy(streaming_llm.Config(budget=budget, sink=0)) for budget in (9, 4))
+    for policies in ([one, other], [one, None], [None, one]):
+        with pytest.raises(ValueError, match=r"layers 0 to 1 of mlx_lm\.models\.deepseek_v3\.Model add an array"):
+            make_prompt_cache(latent, policies)
+    single, batch = merged(latent, [other, other], (3, 7))
+    for turn in range(3):
+        found = latent(tokens(1, batch=2, seed=turn), cache=batch)
+        for i, caches in enumerate(single):
+            own = latent(tokens(1, batch=2, seed=turn)[i : i + 1], cache=caches)
+            assert mx.allclose(found[i], own[0], atol=1e-4)
+
+
+def test_filter_takes_indices_and_nothing_else():
+    for given in ([True, False], mx.array([True, False]), [0.7], ["0"], "01", None, mx.array(0), mx.array([[0]])):
+        batch = EvictingCache.merge(fed((3, 12)))
+        with pytest.raises(TypeError, match="indices must be"):
+            batch.filter(given)
+        assert batch.offset.tolist() == [3, 12]
+
+
+def test_a_filter_that_is_refused_changes_nothing():
+    batch = EvictingCache(veloxfn.policy(h2o.Config(budget=8)))
+    batch.prepare(lengths=[2, 6], right_padding=[4, 0])
+    k, v, _ = arrays(6, batch=2)
+    batch.update_and_fetch(k, v)  # attention never shows its queries
+    batch.finalize()
+    with pytest.raises(RuntimeError, match="ranks by the model's queries"):
+        batch.filter([0])
+    assert batch.offset.tolist() == [2, 6]
+    assert batch.keys.shape[0] == 2
+
+
+def test_padding_against_the_rules():
+    batch = EvictingCache.merge(fed((0, 0)))
+    with pytest.raises(ValueError, match=r"must have one sum, got \[3, 1\] and \[1, 1\]"):
+        batch.prepare(lengths=[3, 1], right_padding=[1, 1])
+    with pytest.raises(ValueError, match=r"one count >= 0 for each of 2 sequences, got \[\]"):
+        batch.prepare(left_padding=[])
+    batch.prepare(lengths=mx.array([3, 1]), right_padding=[0, 2])
+    step(batch, *arrays(3, batch=2))
+    with pytest.raises(RuntimeError, match="call finalize before the next ones"):
+        step(batch, *arrays(1, batch=2))
+    batch.finalize()
+    step(batch, *arrays(1, batch=2))
+    assert batch.offset.tolist() == [4, 2]
+
+
+def test_merge_compares_all_caches_not_only_the_first():
+    empty = EvictingCache(veloxfn.policy(h2o.Config(budget=8, age_normalised=True)))
+    with pytest.raises(ValueError, match="one number of kv heads are joined, got 2 and 4"):
+        EvictingCache.merge([empty, *fed((4,), heads=2), *fed((4,), heads=4)])
+    with pytest.raises(ValueError, match="one shard of one model are joined, got 0 and 1"):
+        EvictingCache.merge([empty, EvictingCache(veloxfn.policy(empty.config), shard=1)])
+
+
+def test_nothing_seen_saves_and_loads():
+    cache = EvictingCache(veloxfn.policy(streaming_llm.Config(budget=8)))
+    cache.update_and_fetch(mx.ones((1, 2, 3, 4)), mx.ones((1, 2, 3, 4)))
+    assert cache.trim(5) == 3
+    loaded = EvictingCache.from_state(cache.state)
+    assert loaded.empty()
+    loaded.update_and_fetch(mx.ones((3, 2, 1, 4)), mx.ones((3, 2, 1, 4)))
+    cache.update_and_fetch(mx.ones((3, 2, 1, 4)), mx.ones((3, 2, 1, 4)))
+    padded = EvictingCache(veloxfn.policy(streaming_llm.Config(budget=8)))
+    padded.prepare(left_padding=[5, 4])
+    padded.update_and_fetch(mx.ones((2, 2, 3, 4)), mx.ones((2, 2, 3, 4)))
+    assert EvictingCache.from_state(padded.state).offset.tolist() == [-2, -1]

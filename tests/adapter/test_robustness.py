@@ -243,6 +243,38 @@ class TestBrokenForward:
         model(tokens(1, batch=size), cache=again)
         model(tokens(1, batch=size), cache=[EvictingCache.merge([cache]) for cache in batch])
 
+    def test_a_broken_pass_over_padding_is_noticed(self, breakable, caches_of, tokens):
+        """The longest sequence has nothing but padding there."""
+        model, places = breakable
+        first, second = (caches_of(model, budget=16) for _ in range(2))
+        model(tokens(20), cache=first)
+        model(tokens(3), cache=second)
+        batch = [EvictingCache.merge(pair) for pair in zip(first, second, strict=True)]
+        for cache in batch:
+            cache.prepare(lengths=[1, 9], right_padding=[8, 0])
+        model(tokens(3, batch=2), cache=batch)
+        fail(model, places["before layer 1"], batch, tokens(3, batch=2))
+        with pytest.raises(RuntimeError, match=r"out of step: layer 1 has seen \[21, 6\] tokens where layer 0"):
+            model(tokens(3, batch=2), cache=batch)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+    def test_caches_copied_one_by_one_go_on(self, tiny, caches_of, tokens, copied):
+        model = tiny()
+        caches = caches_of(model, budget=8)
+        model(tokens(5), cache=caches)
+        apart = [copied(cache) for cache in caches]
+        model(tokens(1), cache=apart)
+        model(tokens(3), cache=caches)
+        assert [cache.offset for cache in (*apart, *caches)] == [6, 6, 8, 8]
+
+    def test_two_of_each_made_layer_by_layer(self, tiny, caches_of, tokens):
+        model = tiny()
+        caches = caches_of(model, budget=8)
+        model(tokens(5, batch=2), cache=caches)
+        pairs = [(cache.extract(0), cache.extract(0)) for cache in caches]
+        model(tokens(1), cache=[pair[0] for pair in pairs])
+        model(tokens(2), cache=[pair[1] for pair in pairs])
+
     @pytest.mark.parametrize("taken", [1, 9, 20])
     @pytest.mark.parametrize(
         "padding", [{"lengths": [12, 20]}, {"right_padding": [8, 0]}, {"left_padding": [8, 0]}], ids=str
