@@ -28,6 +28,7 @@ from veloxfn import Retention
 from veloxfn.cadence import most_tokens
 from veloxfn_mlx_adapter import demo, generation
 from veloxfn_mlx_adapter.cache import EvictingCache
+from veloxfn_mlx_adapter.diagnostics import method_name
 
 __all__ = ["flags", "prepared", "serve"]
 
@@ -74,12 +75,13 @@ def serve(options: argparse.Namespace, config: Retention) -> None:
     """
     with prepared(options, config) as provider, _terminated_as_interrupted():
         caches = [cache for cache in provider.model.make_cache() if isinstance(cache, EvictingCache)]
-        print(
-            f"serving {options.model} at http://{options.host}:{options.port}/v1: {caches[0].method}, "
-            f"budget {config.budget} rows per kv head in {len(caches)} layers",
-            file=sys.stderr,
-            flush=True,
-        )
+        if _listens():
+            print(
+                f"serving {options.model} at http://{options.host}:{options.port}/v1: {method_name(config)}, "
+                f"budget {config.budget} rows per kv head in {len(caches)} layers",
+                file=sys.stderr,
+                flush=True,
+            )
         parsed = SimpleNamespace(add_argument=lambda *_, **__: None, parse_args=lambda: options)
         with _replaced(
             argparse=SimpleNamespace(ArgumentParser=lambda *_, **__: parsed),
@@ -101,7 +103,8 @@ def prepared(options: argparse.Namespace, config: Retention) -> Iterator[Any]:
             raise generation.UsageError(
                 f"--{name.replace('_', '-')}: a quantised cache cannot evict; lower --budget to save memory"
             )
-    options.port = _free_port(options.host, options.port)
+    if _listens():
+        options.port = _free_port(options.host, options.port)
     options.prefill_step_size = min(options.prefill_step_size, most_tokens(config))
     if options.model is None or options.model == demo.DEMO_NAME:
         try:
@@ -146,19 +149,18 @@ class _Generator(server.ResponseGenerator):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._answering: list[weakref.ref[Any]] = []
+        self._answering: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         super().__init__(*arguments, **options)
 
     def generate(self, *arguments: Any, **options: Any) -> Any:
         context, answer = super().generate(*arguments, **options)
-        self._answering = [held for held in self._answering if held() is not None] + [weakref.ref(context)]
+        self._answering[id(context)] = context
         return context, answer
 
     def stop_and_join(self) -> None:
         self._stop = True  # no further request
-        for held in self._answering:
-            if (context := held()) is not None:
-                context.stop()
+        for context in list(self._answering.values()):
+            context.stop()
         super().stop_and_join()
 
     def _generate(self) -> None:
@@ -223,6 +225,12 @@ def _storing(most_bytes: int | None, *, drafted: Callable[[], bool]) -> type:
             super().insert_cache(model, tokens, prompt_cache, **options)
 
     return PromptCaches
+
+
+def _listens() -> bool:
+    """Whether this process is the one of a distributed group that clients talk to."""
+    rank: int = mx.distributed.init().rank()
+    return rank == 0
 
 
 def _free_port(host: str, port: int) -> int:

@@ -264,6 +264,15 @@ def test_settings_reach_the_caches(folder):
     assert (config.noise, config.recent, config.cadence, config.placement.rope.dims) == ("none", 3, "token", 8)
 
 
+@pytest.mark.parametrize("method", veloxfn.METHODS)
+def test_every_method_serves(folder, method):
+    with server_here("--model", folder, "--method", method, "--budget", "40") as running:
+        text = complete(running.port, TEXT, 8)
+        _, said = post(running.port, "/v1/completions", prompt=TEXT, max_tokens=8)
+    assert said["choices"][0]["text"] == text
+    assert len(text) == 8
+
+
 def test_nothing_of_the_server_stays_replaced(folder):
     names = ("load", "sharded_load", "scan_cache_dir", "LRUPromptCache", "ModelProvider", "argparse")
     before = [getattr(server, name) for name in names]
