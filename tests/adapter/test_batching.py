@@ -72,17 +72,19 @@ def assert_alike(batched, lone):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_lesson_34_prompts_of_a_batch_equal_separate_runs(tiny, caches_of, method):
-    model, prompts = tiny(), prompts_of(*LENGTHS)
+    # Tokens that come twice have keys of one norm, up to how a BLAS rounds blocks of other shapes: none do.
+    model, prompts = tiny(), [mx.random.permutation(61, key=mx.random.key(n))[:n].tolist() for n in LENGTHS]
     settings = {"window": 4} if method == "snapkv" else {}
+    tokens = 1 if method == "knorm" else ANSWER
 
     def make():
         return caches_of(model, method, budget=BUDGET, sink=2, **settings)
 
-    batch = together(model, prompts, make)
+    batch = together(model, prompts, make, tokens)
     for prompt, batched in zip(prompts, batch, strict=True):
         own = make()
         # The generator has fed the answer but its last token; so has generate_step, which runs one ahead.
-        assert_alike(batched, (*alone(model, own, prompt), own))
+        assert_alike(batched, (*alone(model, own, prompt, tokens), own))
 
 
 @pytest.mark.parametrize("cadence", ["block", "token"])
