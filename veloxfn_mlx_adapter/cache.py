@@ -92,10 +92,11 @@ class EvictingCache(capture.AttentionObserver, Batched):
         uneven = self._sequences.uneven(self._kept, budget, N)
         if window_size is not None and seen + N > window_size:
             if seen > budget or uneven:
+                evicted = f"has evicted rows (budget {budget}, {seen} tokens seen)"
+                why = evicted if seen > budget else "holds sequences of different lengths"
                 raise ValueError(
-                    f"{self._owner} asks for a sliding window of {window_size} over a cache that has evicted rows or "
-                    f"holds sequences of different lengths (budget {budget}, {seen} tokens seen); give such layers no "
-                    f"policy: None"
+                    f"{self._owner} asks for a sliding window of {window_size} over a cache that {why}; "
+                    f"give such layers no policy: None"
                 )
             here = mx.arange(seen + N)
             return (here <= here[seen:, None]) & (here > here[seen:, None] - window_size)
