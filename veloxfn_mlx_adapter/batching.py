@@ -73,15 +73,15 @@ class Batched(Diagnosed):
         """
         batch = len(self._sequences)
         indices = _indices(batch_indices, batch)
-        sequences = self._sequences.taken(indices)
-        if self._state is not None and min(sequences.longest, self.config.budget) < self._kept:
+        longest = min(self._sequences.taken(indices).longest, self.config.budget)
+        if longest < self._kept:
             self.settle()  # before anything changes: it may be refused
         if self._state is not None and indices != list(range(batch)):
             rows = ragged.rows_of(indices, self._heads)
             self._state = veloxfn.take_rows(self._state, rows)
             self._next = None if self._next is None else veloxfn.take_rows(self._next, rows)
             self._queries = None if self._queries is None else self._queries[rows]
-        self._sequences = sequences
+        self._sequences = self._sequences.taken(indices)
         self._shrink()
         if self._lockstep is not None:
             self._lockstep.note(self._layer, self._sequences.seen)
@@ -160,11 +160,8 @@ class Batched(Diagnosed):
         self._lockstep = None if lockstep is None else lockstep.heir(made, self._layer, self._sequences.seen)
 
     def _shrink(self) -> None:
-        """Without slots that are free in all sequences, which longer ones left behind."""
+        """Without slots that are free in all sequences, which longer ones left behind; nothing awaits eviction then."""
         longest = min(self._sequences.longest, self.config.budget)
-        if self._state is None or longest >= self._kept:
-            return
-        self.settle()
         if longest < self._kept:
             self._state = shrink(self._state, longest) if longest else None
 

@@ -469,6 +469,22 @@ def test_a_filter_that_is_refused_changes_nothing():
     assert batch.keys.shape[0] == 2
 
 
+def test_what_was_settled_by_a_filter_is_not_offered_to_be_taken_back():
+    batch = EvictingCache.merge(fed((0, 0)))
+    batch.prepare(lengths=[2, 6], right_padding=[4, 0])
+    step(batch, *arrays(6, batch=2))
+    batch.finalize()
+    assert batch.is_trimmable()  # all came in this block
+    single = batch.extract(0)
+    batch.filter([0])
+    for cache in (single, batch):
+        assert cache.size() == 2
+        assert not cache.is_trimmable()
+        with pytest.raises(ValueError, match="takes back 0 to 0 tokens, the last block, got 1"):
+            cache.trim(1)
+        assert cache.size() == 2
+
+
 def test_padding_against_the_rules():
     batch = EvictingCache.merge(fed((0, 0)))
     with pytest.raises(ValueError, match=r"must have one sum, got \[3, 1\] and \[1, 1\]"):
