@@ -72,7 +72,7 @@ def attention(
     Returns:
         [B, Hq, N, Dv].
     """
-    return _shown(_plain, queries, keys, values, cache, scale, mask, options)
+    return _shown(_plain, queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
 
 
 def _plain(
@@ -199,16 +199,8 @@ def _observed(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """The original function, showing its call to an observing cache first."""
 
     @functools.wraps(original)
-    def attend(
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        **options: Any,
-    ) -> mx.array:
-        return _shown(original, queries, keys, values, cache, scale, mask, options)
+    def attend(*arrays: Any, **options: Any) -> mx.array:
+        return _shown(original, *arrays, **options)
 
     return attend
 
@@ -221,7 +213,7 @@ def _shown(
     cache: Any,
     scale: float,
     mask: Any,
-    options: dict[str, Any],
+    **options: Any,
 ) -> mx.array:
     if not isinstance(cache, AttentionObserver):
         return attend(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)

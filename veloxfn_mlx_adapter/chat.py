@@ -129,24 +129,21 @@ def _answer(model: Any, tokenizer: Any, talk: _Talk, tokens: list[int], manner: 
     """Stream one answer to `out`; the caches go on from there."""
     last = None
     progress = generation.show_progress if len(tokens) > manner.chunk else lambda *_: None
-    try:
-        with _interrupts() as interrupted:
-            for last in stream_generate(
-                model,
-                tokenizer,
-                tokens,
-                max_tokens=manner.max_tokens,
-                sampler=make_sampler(temp=manner.temp, top_p=manner.top_p),
-                prompt_cache=talk.caches,
-                prefill_step_size=manner.chunk,
-                prompt_progress_callback=progress,
-            ):
-                out.write(last.text)
-                out.flush()
-                if interrupted:
-                    break
-    except ValueError as error:  # a setting that does not fit the model, such as shared_heads
-        raise generation.UsageError(str(error)) from error
+    with generation.said_to_the_user(), _interrupts() as interrupted:
+        for last in stream_generate(
+            model,
+            tokenizer,
+            tokens,
+            max_tokens=manner.max_tokens,
+            sampler=make_sampler(temp=manner.temp, top_p=manner.top_p),
+            prompt_cache=talk.caches,
+            prefill_step_size=manner.chunk,
+            prompt_progress_callback=progress,
+        ):
+            out.write(last.text)
+            out.flush()
+            if interrupted:
+                break
     out.write("\n")
     assert last is not None  # stream_generate yields at least its closing response
     talk.count(last)

@@ -165,14 +165,21 @@ def _config(options: argparse.Namespace) -> Retention:
     return generation.config_for(options.method, settings, scorer=scorer)
 
 
+def _sampling(options: argparse.Namespace, config: Retention) -> dict[str, Any]:
+    """What `_add_sampling` added, as the fields of a request."""
+    return {
+        "max_tokens": _at_least("--max-tokens", options.max_tokens, 1),
+        "chunk": min(_at_least("--chunk", options.chunk, 1), most_tokens(config)),
+        "seed": _at_least("--seed", options.seed, 0) % 2**64,
+        "temp": _at_least("--temp", options.temp, 0),
+    }
+
+
 def _generate(options: argparse.Namespace) -> None:
     config = _config(options)
     request = generation.Request(
         prompt=_prompt(options.prompt, options.prompt_file),
-        max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
-        chunk=min(_at_least("--chunk", options.chunk, 1), most_tokens(config)),
-        seed=_at_least("--seed", options.seed, 0) % 2**64,
-        temp=_at_least("--temp", options.temp, 0),
+        **_sampling(options, config),
     )
     model, tokenizer = generation.load_model(options.model)
     tokens = generation.tokens_of(tokenizer, request.prompt)
@@ -193,11 +200,8 @@ def _chat(options: argparse.Namespace) -> None:
         raise generation.UsageError(f"--top-p must be above 0 and at most 1, got {options.top_p}")
     manner = chat.Manner(
         system=options.system_prompt,
-        max_tokens=_at_least("--max-tokens", options.max_tokens, 1),
-        chunk=min(_at_least("--chunk", options.chunk, 1), most_tokens(config)),
-        seed=_at_least("--seed", options.seed, 0) % 2**64,
-        temp=_at_least("--temp", options.temp, 0),
         top_p=options.top_p,
+        **_sampling(options, config),
     )
     model, tokenizer = generation.load_model(options.model)
     config = generation.fitted(config, model, anneal_from=None, contiguous=options.contiguous)

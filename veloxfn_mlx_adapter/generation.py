@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +35,7 @@ __all__ = [
     "load_model",
     "not_loaded",
     "report",
+    "said_to_the_user",
     "show_progress",
     "tokens_of",
 ]
@@ -41,6 +43,15 @@ __all__ = [
 
 class UsageError(Exception):
     """The request cannot be served as it was written; the message is one line for the user."""
+
+
+@contextmanager
+def said_to_the_user() -> Iterator[None]:
+    """Whatever value is refused inside is a UsageError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +154,7 @@ def answer(
 
     mx.random.seed(request.seed)
     pieces, last = [], None
-    try:
+    with said_to_the_user():  # a setting that does not fit the model, such as shared_heads
         for last in stream_generate(
             model,
             tokenizer,
@@ -157,8 +168,6 @@ def answer(
             pieces.append(last.text)
             out.write(last.text)
             out.flush()
-    except ValueError as error:  # a setting that does not fit the model, such as shared_heads
-        raise UsageError(str(error)) from error
     out.write("\n")
     assert last is not None  # stream_generate yields at least its closing response
     return Answer("".join(pieces), last.prompt_tokens, last.prompt_tps, last.generation_tokens, last.generation_tps)
@@ -223,10 +232,8 @@ def caches_for(model: Any, config: Retention) -> list[Any]:
     Raises:
         UsageError: the model has none, or does not show its queries to a method that ranks by them.
     """
-    try:
+    with said_to_the_user():
         return make_prompt_cache(model, veloxfn.policy(config))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def attached(model: Any, config: Retention) -> Attachment:
@@ -235,10 +242,8 @@ def attached(model: Any, config: Retention) -> Attachment:
     Raises:
         UsageError: as `caches_for`.
     """
-    try:
+    with said_to_the_user():
         return attach(model, veloxfn.policy(config))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def show_progress(read: int, total: int) -> None:

@@ -33,7 +33,9 @@ class Lockstep:
         Raises:
             RuntimeError: layers before it have seen another number than `after`, or layers behind it than `before`.
         """
-        for other, seen in self._seen.items():
+        first = min(self._seen, default=layer)  # it compares all; of those behind it each is compared with it
+        for other in self._seen if layer <= first else (first,):
+            seen = self._seen[other]
             wanted = after if other < layer else before
             if other != layer and any(seen) and seen != wanted:
                 raise RuntimeError(

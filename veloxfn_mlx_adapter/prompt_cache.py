@@ -220,19 +220,20 @@ def _planned(model: Any, caches: list[Any], policy: Any) -> _Plan:
     probes = _placed(model, caches, policies, wanted)
     for i in wanted:
         chosen = cast(Policy[Any], policies[i])
-        if len(budgets) > 1 and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
+        hooked = capture.uses_hook(layers[i] if len(layers) == len(caches) else model)
+        if len(budgets) > 1 and not hooked:
             raise ValueError(
                 f"layers of {owner} share one mask and do not call mlx_lm's scaled_dot_product_attention, which "
                 f"fits it to each: give all full-attention layers one budget, got {sorted(budgets, key=str)}"
             )
-        if chosen.config.needs_queries and not capture.uses_hook(layers[i] if len(layers) == len(caches) else model):
+        if chosen.config.needs_queries and not hooked:
             raise ValueError(
                 f"{method_name(chosen.config)} ranks by the model's queries, but layer {i} of {owner} does not "
                 f"call mlx_lm's scaled_dot_product_attention, which shows them; "
                 f"methods without queries (knorm, streaming_llm) work with it"
             )
     if len(budgets) > 1:
-        _check_scores(model, caches, owner, budgets, full)
+        _check_scores(model, owner, budgets, full)
     measured.warn_of(cast(Policy[Any], policies[i]).config for i in wanted)
     counts = frozenset(i for i in wanted if i in probes and probes[i].counts_block)
     shards = {i: _shard(layers[i]) for i in wanted} if len(layers) == len(caches) else {}
@@ -241,7 +242,7 @@ def _planned(model: Any, caches: list[Any], policy: Any) -> _Plan:
     return _Plan(owner, {i: cast(Policy[Any], policies[i]) for i in wanted}, counts, shards, alone)
 
 
-def _check_scores(model: Any, caches: list[Any], owner: str, budgets: set[int | None], full: list[bool]) -> None:
+def _check_scores(model: Any, owner: str, budgets: set[int | None], full: list[bool]) -> None:
     """Raise if a layer adds an array to its scores, which is made for the rows of one layer and fits no other's.
 
     Raises:

@@ -113,11 +113,9 @@ class Sequences:
 
     def fed(self, count: int) -> Sequences:
         """After the next `count` tokens."""
-        padding = None if self.padding is None else self.padding.next_block(count)[1]
-        spans = self.next_spans(count)
-        return Sequences(
-            tuple(n + stop - start for n, (start, stop) in zip(self.seen, spans, strict=True)), spans, padding
-        )
+        spans, padding = (self.next_spans(count), None) if self.padding is None else self.padding.next_block(count)
+        seen = tuple(n + stop - start for n, (start, stop) in zip(self.seen, spans, strict=True))
+        return Sequences(seen, spans, padding)
 
     def settled(self) -> Sequences:
         """With no block awaiting eviction."""

@@ -132,9 +132,8 @@ def prepared(options: argparse.Namespace, config: Retention) -> Iterator[Any]:
         LRUPromptCache=_storing(options.prompt_cache_bytes, drafted=lambda: provider.draft_model is not None),
     ):
         try:
-            provider = server.ModelProvider(options)  # loads the model, before mlx-lm 0.32
-            if hasattr(provider, "load_default"):
-                provider.load_default()
+            provider = server.ModelProvider(options)
+            provider.load_default()
         except generation.UsageError:
             raise
         except Exception as error:

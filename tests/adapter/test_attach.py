@@ -60,7 +60,6 @@ def test_generation_without_a_prompt_cache_is_that_with_one(model, tokens):
     assert answer(model, prompt, prefill_step_size=8) == full != wanted
 
 
-@pytest.mark.skipif(not hasattr(EvictingCache, "merge"), reason="EvictingCache has no merge: mlx_lm cannot batch it")
 def test_a_batch_answers_as_its_prompts_alone(model, tokens):
     prompts = [tokens(count, seed=count)[0].tolist() for count in (30, 41)]
     with attach(model, H2O):
