@@ -40,21 +40,24 @@ class TestTenThousandTokens:
     def test_neither_memory_nor_work_nor_objects_grow(self, tiny, caches_of):
         model = tiny(num_hidden_layers=2)
         caches = caches_of(model, budget=64)
-        token, active, peaks, objects, work = mx.array([[1]]), [], [], [], []
+        token, held, taken, objects, work = mx.array([[1]]), [], [], [], []
         for step in range(1, 10_001):
-            if step % 1000 == 0:
+            measured = (step - 1) % 1000 >= 1000 - 32
+            if measured:
                 mx.clear_cache()
-                gc.collect()
-                active.append(mx.get_active_memory())
-                objects.append(len(gc.get_objects()))
+                held.append(mx.get_active_memory())
                 mx.reset_peak_memory()
             logits = model(token, cache=caches)
             if step % 1000 == 0:
                 work.append(nodes(logits))
+                gc.collect()
+                objects.append(len(gc.get_objects()))
             token = logits[:, -1].argmax(axis=-1, keepdims=True)
             mx.eval(token)  # as decoding does: the caches' states are never evaluated for themselves
-            if step % 1000 == 0:
-                peaks.append(mx.get_peak_memory() - active[-1])
+            if measured:
+                taken.append(mx.get_peak_memory() - held[-1])
+        # Which of a step's small buffers are alive together is up to the scheduler, and adds to what the step needs.
+        active, peaks = ([min(each[i : i + 32]) for i in range(0, 320, 32)] for each in (held, taken))
         assert [cache.offset for cache in caches] == [10_000] * 2
         assert [cache.tokens_kept for cache in caches] == [64] * 2
         assert len({*work}) == 1, work
