@@ -174,12 +174,27 @@ STEPS = {
     "knorm": knorm.Config(budget=16),
     "knorm-high": knorm.Config(budget=16, keep="high"),
     "streaming_llm": streaming_llm.Config(budget=16),
+    "cam-off": cam.Config(budget=16, merge="off"),
+}
+# CaM also looks for targets, and gives them the loser's value, and its key where it says so. SnapKV evicts in a launch
+# of its own, after a sort in time where it pools.
+MORE = {
+    "cam": (7, cam.Config(budget=16)),
+    "cam-observed": (7, cam.Config(budget=16, age_normalised=True, gate=False)),
+    "cam-similar": (7, cam.Config(budget=16, merge="similarity")),
+    "cam-nearest": (7, cam.Config(budget=16, targets="nearest", merge="similarity")),
+    "cam-keys": (8, cam.Config(budget=16, merge_keys=True)),
+    "snapkv": (7, snapkv.Config(budget=16)),
+    "snapkv-max": (7, snapkv.Config(budget=16, window=4, pooling="max")),
+    "snapkv-alone": (6, snapkv.Config(budget=16, kernel=1)),
 }
 
 
-@pytest.mark.parametrize("config", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(
+    ("most", "config"), [*((5, config) for config in STEPS.values()), *MORE.values()], ids=[*STEPS, *MORE]
+)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
-def test_a_step_is_five_launches(config, dtype):
+def test_a_step_is_few_launches(most, config, dtype):
     policy = veloxfn.policy(config)
     state = full(policy, dtype=dtype)
     keys, values, queries = block(2, 2, 1, 8, dtype)
@@ -188,7 +203,7 @@ def test_a_step_is_five_launches(config, dtype):
         return veloxfn.attend(policy, policy.absorb(state, keys, values), queries)
 
     found = launches(mx.compile(step), state, keys, values, queries, backend=GPU)
-    assert len(found.kernels) <= 5, found.kernels
+    assert len(found.kernels) <= most, found.kernels
     assert set(found.copies) <= {"-> ScatterAxis"}, "the buffers are written in place, and nothing else is copied"
 
 

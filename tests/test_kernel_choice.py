@@ -8,17 +8,34 @@ import pytest
 from veloxfn import ops
 from veloxfn.ops import launch
 from veloxfn.ops.launch import BACKENDS, backend_for
+from veloxfn.ops.merge_targets import Rule
 
 THERE = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available()}
 POSITIONS, SEEN, KEYS = mx.array([[0, 1, 2]], mx.int32), mx.array([3], mx.int32), mx.ones((1, 3, 4))
+STREAMS = mx.array([0], mx.uint32)
 QUERIES, UNTIL = mx.ones((1, 1, 1, 4)), mx.array([[3]], mx.int32)
 STEP = {"sink": 0, "recent": 0}
+POOL = {"kernel": 3, "pooling": "mean"}
 CALLS = {
     "admit": lambda **asked: ops.admit(mx.array([[0, -1, 1]], mx.int32), SEEN, **asked),
     "attend": lambda **asked: ops.attend(QUERIES, KEYS, KEYS, POSITIONS, **asked),
     "attend_step": lambda **asked: ops.attend_step(QUERIES, KEYS, KEYS, POSITIONS, SEEN, None, **STEP, **asked),
     "attention_mass": lambda **asked: ops.attention_mass(QUERIES, KEYS, POSITIONS, UNTIL, **asked),
     "evict_step": lambda **asked: ops.evict_step(POSITIONS, SEEN, None, **STEP, **asked),
+    "merge_targets": lambda **asked: ops.merge_targets(
+        Rule(), POSITIONS, mx.array([[-1, 1, 2]], mx.int32), mx.ones((1, 3)), KEYS, None, STREAMS, **asked
+    ),
+    "window_step": lambda **asked: ops.window_step(
+        mx.ones((1, 2, 3)),
+        mx.ones((1, 3)),
+        POSITIONS,
+        SEEN,
+        mx.array([[2]], mx.int32),
+        kernel=3,
+        pooling="mean",
+        **STEP,
+        **asked,
+    ),
     "weakest": lambda **asked: ops.weakest(mx.ones((1, 3)), POSITIONS, SEEN, **STEP, **asked),
 }
 calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -65,7 +82,7 @@ def test_tests_can_force_one_that_a_caller_still_overrides(monkeypatch, name):
 def test_the_kernel_is_run(backend, call, monkeypatch):
     """An asked-for back end is not passed over in silence."""
     seen = []
-    for name in ("admit", "attend", "attention_mass", "evict_step", "weakest"):
+    for name in ("admit", "attend", "attention_mass", "evict_step", "merge_targets", "weakest", "window_step"):
         module = importlib.import_module(f"veloxfn.ops.{name}")
         monkeypatch.setattr(module, "launch", lambda *a, **o: seen.append(a[1]) or launch.launch(*a, **o))
     mx.eval(call(backend=backend))

@@ -115,7 +115,7 @@ def test_cam_merges_a_loser_with_it(backend, monkeypatch, settings, dtype):
 
     want = decoded()
     used = []
-    monkeypatch.setattr("veloxfn.disposal.merge_into", lambda *a, **b: used.append(1) or merge_into(*a, **b))
+    monkeypatch.setattr("veloxfn.ops.merge_into", lambda *a, **b: used.append(1) or merge_into(*a, **b))
     monkeypatch.setattr(launch, "FORCED", backend)
     have = decoded()
     assert used

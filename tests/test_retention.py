@@ -113,8 +113,8 @@ def test_dispose_sees_the_losers_before_they_go():
     for size in (5, 8):
         seen = []
 
-        def dispose(state, lost, seen=seen):
-            seen.append(mx.where(lost, state.slots.positions, -1)[0].tolist())
+        def dispose(state, left, seen=seen):
+            seen.append(mx.where(left < 0, state.slots.positions, -1)[0].tolist())
             return state
 
         importance = mx.arange(size, dtype=mx.float32)[None]

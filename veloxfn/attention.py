@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from veloxfn import checks, ops
 from veloxfn.base import Policy, State
-from veloxfn.binding import ranking_of
+from veloxfn.binding import attended_of, ranking_of
 from veloxfn.ops.attend import rescaled
 from veloxfn.reading import candidate_mask
 from veloxfn.retention import attend_and_retire
@@ -60,13 +60,16 @@ def attend(
     if count == 0:
         return mx.zeros((*queries.shape[:3], state.slots.values.shape[2]), queries.dtype), state
     keys, values = policy.candidates(state)
-    ranking = ranking_of(config, getattr(policy.evict, "func", policy.evict))
+    evict = getattr(policy.evict, "func", policy.evict)
+    ranking = ranking_of(config, evict)
     how = None if ranking is None or count > 1 or padded else ranking(config, state, queries.shape[1])
     if how is not None and how.attended == config.needs_queries:
         return attend_and_retire(state, config, how, queries, keys, values, scale=scale)
     factor = queries.shape[3] ** -0.5 if scale is None else scale
     if count == 1 and not padded:  # whatever slots are free
-        output = ops.attend(queries, keys, values, state.slots.positions, scale=factor)[0]
+        output, attention = ops.attend(queries, keys, values, state.slots.positions, scale=factor)
+        if (attended := attended_of(config, evict)) is not None:
+            return output, attended(config, state, attention)
     else:
         output = mx.fast.scaled_dot_product_attention(
             queries,

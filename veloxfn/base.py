@@ -76,6 +76,11 @@ class Retention:
         """Whether `evict` must be given the block's queries (or attention)."""
         return False
 
+    @property
+    def merges_losers(self) -> bool:
+        """Whether what is evicted leaves something in the rows that stay."""
+        return False
+
     def __post_init__(self) -> None:
         """Validate what all methods share."""
         checks.integer("budget", self.budget, low=1, high=2**30 - 2)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from veloxfn import reading
 from veloxfn.base import Policy, Retention, State
 
-__all__ = ["bind", "module_of", "ranking_of"]
+__all__ = ["attended_of", "bind", "module_of", "ranking_of"]
 
 S = TypeVar("S", bound=State)
 Pair = tuple[mx.array, mx.array]
@@ -63,5 +63,14 @@ def module_of(config: Retention) -> ModuleType:
 
 def ranking_of(config: Retention, evict: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
     """`ranking` of the module that defines the type of `config`; None where it has none, or `evict` is not its own."""
+    return _hook("ranking", config, evict)
+
+
+def attended_of(config: Retention, evict: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`attended`, likewise."""
+    return _hook("attended", config, evict)
+
+
+def _hook(name: str, config: Retention, evict: Callable[..., Any] | None) -> Callable[..., Any] | None:
     module = sys.modules.get(type(config).__module__)
-    return getattr(module, "ranking", None) if evict in (None, getattr(module, "evict", None)) else None
+    return getattr(module, name, None) if evict in (None, getattr(module, "evict", None)) else None

@@ -176,6 +176,8 @@ def _foldable(config: Retention, evict: Callable[..., Any] | None = None) -> Cal
     """What the method's module says it ranks by, where a block can be one launch here; `evict` is the module's own."""
     if backend_for(None) == "reference" or config.shared_heads > 1 or not isinstance(config.placement, Absolute):
         return None
+    if config.merges_losers:
+        return None
     if not (config.needs_queries or getattr(config, "query_source", None) == "key_proxy"):
         return None
     return ranking_of(config, evict)

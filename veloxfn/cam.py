@@ -34,10 +34,10 @@ import mlx.core as mx
 from veloxfn import cadence, checks, h2o
 from veloxfn.base import Policy
 from veloxfn.binding import bind
-from veloxfn.disposal import drop, merge
+from veloxfn.disposal import merge
 from veloxfn.h2o import State, absorb, init_state
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import Ranking, retire_by_query
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -66,6 +66,11 @@ class Config(h2o.Config):
     gate: bool = True
     merge_keys: bool = False
     seed: int = 0
+
+    @property
+    def merges_losers(self) -> bool:
+        """Whether what is evicted leaves something in the rows that stay."""
+        return self.merge != "off"
 
     @property
     def compares_keys(self) -> bool:
@@ -109,9 +114,13 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     h2o.check_evidence("cam", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
-    state = h2o.scored(config, state, queries, attention)
-    importance = h2o.importance(config, state)
-    return retire(state, importance, config, dispose=drop if config.merge == "off" else merge(config))
+    return retire_by_query(state, config, ranking(config, state), queries, attention)
+
+
+def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
+    """By what a state that has absorbed a block is ranked, as H2O, and what becomes of the losers."""
+    how = h2o.ranking(config, state, heads)
+    return how if config.merge == "off" else how._replace(dispose=merge(config))
 
 
 def update_batched(

@@ -24,6 +24,7 @@ __all__ = [
     "integer",
     "no_evidence",
     "number",
+    "odd",
     "operand",
     "slot_columns",
     "window",
@@ -71,6 +72,13 @@ def flag(name: str, value: object) -> None:
     """Raise unless `value` is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r} ({type(value).__name__})")
+
+
+def odd(name: str, value: object) -> None:
+    """Raise unless `value` is an odd int of at least 1."""
+    integer(name, value, low=1)
+    if cast(int, value) % 2 == 0:
+        raise ValueError(f"{name} must be odd, so that it has a middle, got {value}")
 
 
 def choice(name: str, value: object, options: Sequence[str]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
-from veloxfn import draws
-from veloxfn.base import State
-from veloxfn.evidence import key_norms
-from veloxfn.ops.launch import backend_for
-from veloxfn.ops.merge_into import merge_into
-from veloxfn.placement import ranks, rope_for, rotate, seen_keys
+from veloxfn import ops
+from veloxfn.base import Slots, State
+from veloxfn.ops.merge_targets import Rule, Side, finite, merge_probability, weights
+from veloxfn.placement import Rope, ranks, rope_for, rotate, seen_keys
 from veloxfn.slots import with_slots
 
 if TYPE_CHECKING:
@@ -21,31 +19,25 @@ __all__ = ["Dispose", "drop", "merge", "merge_probability"]
 
 S = TypeVar("S", bound=State)
 
-_LEAST_OWN_SHARE = 2.0**-20  # of a survivor in a merge by similarity, so that equal keys divide by no zero
 _TILE_ELEMENTS = 2**22  # pairs of loser and survivor that are looked at together
 
 
 class Dispose(Protocol):
     """A disposal rule: the state with the losers' content used, before their slots are freed."""
 
-    def __call__(self, state: S, lost: mx.array, /) -> S:
-        """Use what the slots `lost` [N, n] bool hold; every slot that is not lost and not free survives."""
+    def __call__(self, state: S, left: mx.array, /) -> S:
+        """Use what the losers hold.
+
+        Args:
+            state: before the eviction, the losers still in it.
+            left: [N, n] int32, its positions after: -1 where a slot was free, or loses its token.
+        """
         ...
 
 
-def drop(state: S, lost: mx.array, /) -> S:
+def drop(state: S, left: mx.array, /) -> S:
     """Forget the losers."""
     return state
-
-
-class _Side(NamedTuple):
-    """Losers or survivors of an eviction, M of them per row, in temporal order where that matters."""
-
-    places: mx.array  # [N, M] int32, slots
-    positions: mx.array  # [N, M] int32; -1 = a slot that only fills up
-    mass: mx.array  # [N, M] float32
-    content: mx.array  # [N, M, Dv] float32 values, or [N, M, Dv + D] with the keys that are merged, too
-    keys: mx.array  # [N, M, D] float32, as queries see them; D = 0 where nothing asks for them
 
 
 def merge(config: cam.Config) -> Dispose:
@@ -56,144 +48,107 @@ def merge(config: cam.Config) -> Dispose:
     v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with `merge_probability`.
     A loser whose mass or content is not finite is dropped; a survivor that takes nothing stays bit for bit.
     """
+    rule = Rule(
+        nearest=config.targets == "nearest",
+        following=config.target_count,
+        similar=config.merge == "similarity",
+        seed=config.seed if config.gate else None,
+        sink=config.sink,
+        whole=config.merge_keys,
+    )
 
-    def dispose(state: Any, lost: mx.array) -> Any:
-        seen = seen_keys(config.placement, state.slots) if config.compares_keys or config.merge_keys else None
-        losers = _losers(config, state, seen, lost)
-        survivors = _survivors(config, state, seen, lost, losers)
-        rows, count = survivors.places.shape
-        tile = max(1, _TILE_ELEMENTS // (rows * count))
-        taken = mx.zeros((rows, count, 1 + losers.content.shape[2]), mx.float32)
-        mass = survivors.mass
-        for start in range(0, losers.places.shape[1], tile):
-            part = _Side(*(column[:, start : start + tile] for column in losers))
-            if start:
-                part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
-            merged, weights = _weights(config, state, part, survivors)
-            content = mx.concatenate([mx.ones((*part.mass.shape, 1)), _finite(part.content)], axis=2)
-            taken = taken + weights.swapaxes(1, 2) @ content
-            mass = mass + (_finite(part.mass)[:, None] @ merged).squeeze(1)
-        alone = (losers.places, weights) if losers.places.shape[1] == 1 else None
-        return _given(config, state, survivors, taken, mass, alone)
+    def dispose(state: Any, left: mx.array) -> Any:
+        slots = state.slots
+        rope = rope_for(config.placement, slots) if config.merge_keys else None
+        seen = seen_keys(config.placement, slots) if rule.compares or config.merge_keys else None
+        if left.shape[1] == config.budget + 1 and rope is None:
+            return _one_merged(config, rule, state, left, seen)
+        return _merged(config, rule, state, left, seen, rope)
 
     return dispose
 
 
-def merge_probability(mass: mx.array, mean: mx.array) -> mx.array:
-    """Chance that a loser is merged: clamp(mass / mean mass of its targets, 0, 1).
-
-    NaN gives 0; where the targets have no mass it is 1 for a loser with mass, else 0.
-    """
-    ratio = mass / mean
-    ratio = mx.where(mx.isnan(ratio), 0.0, mx.clip(ratio, 0.0, 1.0))
-    return mx.where(mean == 0, (mass > 0).astype(mx.float32), ratio)
+def _divides(config: cam.Config) -> bool:
+    return config.normalise or config.merge != "sum"
 
 
-def _losers(config: cam.Config, state: cam.State, seen: mx.array | None, lost: mx.array) -> _Side:
-    length = lost.shape[1]
-    if length == config.budget + 1:
-        index = mx.argmax(lost, axis=1, keepdims=True)
-    else:
-        index = mx.argsort(mx.where(lost, state.slots.positions, -1), axis=1)[:, config.budget :]
-    found = _side(config, state, seen, index)
-    return found._replace(positions=mx.where(mx.take_along_axis(lost, index, axis=1), found.positions, -1))
-
-
-def _survivors(config: cam.Config, state: cam.State, seen: mx.array | None, lost: mx.array, losers: _Side) -> _Side:
-    """All survivors; in a step, with one loser, only those that can be its targets."""
-    positions = mx.where(lost, -1, state.slots.positions)
-    length = lost.shape[1]
-    if length > config.budget + 1:
-        index = mx.argsort(positions, axis=1)[:, length - config.budget :]
-    elif config.targets == "window":
-        count = min(config.target_count, config.budget)
-        later = mx.where(positions > losers.positions, positions, mx.iinfo(mx.int32).max)
-        index = mx.argpartition(later, count - 1, axis=1)[:, :count]
-    else:
-        cosines = _cosines(losers.keys, cast(mx.array, seen)).squeeze(1)
-        able = (positions >= config.sink) & mx.isfinite(cosines)
-        cosines = mx.where(able, cosines, -2.0)
-        best = cosines == mx.max(cosines, axis=1, keepdims=True)
-        index = mx.argmin(mx.where(best, positions, mx.iinfo(mx.int32).max), axis=1, keepdims=True)  # ties: the oldest
-    found = _side(config, state, seen, index)
-    return found._replace(positions=mx.take_along_axis(positions, index, axis=1))
-
-
-def _side(config: cam.Config, state: cam.State, seen: mx.array | None, index: mx.array) -> _Side:
-    """The slots `index` [N, M]; `seen` are the keys [N, n, D] of all slots, None where nothing asks for them."""
+def _one_merged(config: cam.Config, rule: Rule, state: Any, left: mx.array, seen: mx.array | None) -> Any:
+    """The state after an eviction of one token per row, keys where they arrived."""
     slots = state.slots
+    made = ops.merge_targets(rule, slots.positions, left, state.mass, slots.values, seen, slots.streams)
+    merged = [
+        ops.merge_into(buffer, made.lost, made.into, made.weights, normalise=_divides(config))
+        for buffer in ((slots.values, slots.keys) if config.merge_keys else (slots.values,))
+    ]
+    slots = slots._replace(values=merged[0], keys=merged[1] if config.merge_keys else slots.keys)
+    return with_slots(state._replace(mass=made.mass), slots)
+
+
+# ---- Any number of losers ----
+
+
+class _Tokens(NamedTuple):
+    """Losers or survivors of an eviction, M of them per row, in temporal order."""
+
+    places: mx.array  # [N, M] int32, slots
+    side: Side
+    content: mx.array  # [N, M, Dv] float32 values, or [N, M, Dv + D] with the keys that are merged, too
+
+
+def _merged(
+    config: cam.Config, rule: Rule, state: Any, left: mx.array, seen: mx.array | None, rope: Rope | None
+) -> Any:
+    """The state after an eviction of any number of tokens."""
+    slots = state.slots
+    gone = mx.where(left < 0, slots.positions, -1)
+    losers, survivors = (
+        _tokens(config, state, column, mx.argsort(column, axis=1)[:, first:], seen)
+        for column, first in ((gone, config.budget), (left, left.shape[1] - config.budget))
+    )
+    rows, count = survivors.places.shape
+    tile = max(1, _TILE_ELEMENTS // (rows * count))
+    taken = mx.zeros((rows, count, 1 + losers.content.shape[2]), mx.float32)
+    mass = survivors.side.mass
+    for start in range(0, losers.places.shape[1], tile):
+        now = slice(start, start + tile)
+        positions, masses, keys = losers.side
+        part = Side(positions[:, now], masses[:, now], None if keys is None else keys[:, now])
+        if start:
+            part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
+        content = losers.content[:, now]
+        targets, shares = weights(rule, slots.streams, part, survivors.side, finite(content))
+        content = mx.concatenate([mx.ones((*part.mass.shape, 1)), _or_zero(content)], axis=2)
+        taken = taken + shares.swapaxes(1, 2) @ content
+        mass = mass + (_or_zero(part.mass)[:, None] @ targets).squeeze(1)
+    if rule.nearest:
+        state = state._replace(mass=mx.put_along_axis(state.mass, survivors.places, mass, axis=1))
+    return with_slots(state, _given(config, slots, survivors, taken, rope))
+
+
+def _tokens(config: cam.Config, state: Any, column: mx.array, index: mx.array, seen: mx.array | None) -> _Tokens:
+    """The slots `index` [N, M], with their positions from `column`."""
 
     def pick(buffer: mx.array) -> mx.array:
         return mx.take_along_axis(buffer, index[..., None], axis=1).astype(mx.float32)
 
-    content, keys = pick(slots.values), mx.zeros((*index.shape, 0), mx.float32)
-    if seen is not None:
-        keys = pick(seen)
-    if config.merge_keys:
+    keys = None if seen is None else pick(seen)
+    content = pick(state.slots.values)
+    if config.merge_keys and keys is not None:
         content = mx.concatenate([content, keys], axis=2)
-    positions, mass = (mx.take_along_axis(column, index, axis=1) for column in (slots.positions, state.mass))
-    return _Side(index, positions, mass, content, keys)
+    positions, mass = (mx.take_along_axis(one, index, axis=1) for one in (column, state.mass))
+    return _Tokens(index, Side(positions, mass, keys), content)
 
 
-def _weights(config: cam.Config, state: cam.State, losers: _Side, survivors: _Side) -> tuple[mx.array, mx.array]:
-    """Which losers are merged into which survivors, and with which weight: two [N, L, K] float32."""
-    cosines = _cosines(losers.keys, survivors.keys) if config.compares_keys else mx.array(0.0)
-    targets = _targets(config, losers, survivors, cosines).astype(mx.float32)
-    count = mx.maximum(targets.sum(axis=2), 1)
-    merged = mx.all(mx.isfinite(losers.content), axis=2) & mx.isfinite(losers.mass)
-    if config.gate:
-        mean = (targets @ _finite(survivors.mass)[..., None]).squeeze(2) / count
-        drawn = draws.uniform(config.seed, state.slots.streams, losers.positions)
-        merged = merged & (drawn < merge_probability(losers.mass, mean))
-    targets = targets * merged[..., None]
-    weights = targets / count[..., None]
-    if config.merge == "similarity":
-        share = mx.clip(mx.where(mx.isnan(cosines), 0.0, cosines), 0.0, 1.0)
-        weights = weights * (share / mx.maximum(1 - share, _LEAST_OWN_SHARE))
-    return targets, weights
-
-
-def _finite(column: mx.array) -> mx.array:
+def _or_zero(column: mx.array) -> mx.array:
     """The column with 0 for what is not finite, so that a product gives it no weight."""
     return mx.where(mx.isfinite(column), column, 0)
 
 
-def _targets(config: cam.Config, losers: _Side, survivors: _Side, cosines: mx.array) -> mx.array:
-    """Whether each survivor is a target of each loser: [N, L, K] bool."""
-    mine, theirs = losers.positions[..., None], survivors.positions[:, None]
-    numbers = mx.arange(survivors.places.shape[1])
-    if config.targets == "window":
-        later = (theirs > mine) & (mine >= 0)
-        before = later.shape[2] - later.sum(axis=2, keepdims=True)
-        return later & ((numbers < before + config.target_count) | (later.shape[2] <= config.target_count))
-    able = (theirs >= config.sink) & (mine >= 0) & mx.isfinite(cosines)
-    nearest = mx.argmax(mx.where(able, cosines, -2.0), axis=2, keepdims=True)  # ties: the oldest
-    return able & (numbers == nearest)
-
-
-def _cosines(some: mx.array, others: mx.array) -> mx.array:
-    """Cosine similarity of keys [N, L, D] with keys [N, K, D]: [N, L, K]; NaN where a key is zero or not finite."""
-    others = others.astype(mx.float32)
-    products = some @ others.swapaxes(1, 2)
-    return products / (key_norms(some)[..., None] * key_norms(others)[:, None])
-
-
-def _given(
-    config: cam.Config,
-    state: cam.State,
-    survivors: _Side,
-    taken: mx.array,
-    mass: mx.array,
-    alone: tuple[mx.array, mx.array] | None,
-) -> cam.State:
-    """The state with what the survivors took: weights, then their weighted content [N, K, 1 + ..].
-
-    `alone` are slot [N, 1] and weights [N, 1, K] of the loser, where there is but one.
-    """
-    slots, index = state.slots, survivors.places
+def _given(config: cam.Config, slots: Slots, survivors: _Tokens, taken: mx.array, rope: Rope | None) -> Slots:
+    """The slots with what the survivors took: weights, then their weighted content [N, K, 1 + ..]."""
+    index = survivors.places
     weight, content = taken[..., :1], survivors.content + taken[..., 1:]
-    normalise = config.normalise or config.merge != "sum"
-    if normalise:
+    if _divides(config):
         content = content / (1 + weight)
     content = mx.where(weight > 0, content, survivors.content)
 
@@ -201,20 +156,13 @@ def _given(
         return mx.put_along_axis(buffer, index[..., None], fresh.astype(buffer.dtype), axis=1)
 
     values, keys = mx.split(content, [slots.values.shape[2]], axis=2)
-    if alone is not None and backend_for(None) != "reference":
-        merged = merge_into(slots.values, alone[0], index, alone[1], normalise=normalise)
-    else:
-        merged = put(slots.values, values)
-    slots = slots._replace(values=merged)
     if config.merge_keys:
-        if rope := rope_for(config.placement, slots):  # back to where each survivor's key was rotated
+        if rope is not None:  # back to where each survivor's key was rotated
+            length = slots.positions.shape[1]
             rank, rotation = (
-                mx.take_along_axis(column[:, : state.mass.shape[1]], index, axis=1)
-                for column in (ranks(slots), slots.rotations)
+                mx.take_along_axis(column[:, :length], index, axis=1) for column in (ranks(slots), slots.rotations)
             )
             stored = mx.take_along_axis(slots.keys, index[..., None], axis=1)
             keys = mx.where(weight > 0, rotate(rope, keys, start=rank, to=rotation), stored)
         slots = slots._replace(keys=put(slots.keys, keys))
-    if config.targets == "nearest":
-        state = state._replace(mass=mx.put_along_axis(state.mass, index, mass, axis=1))
-    return with_slots(state, slots)
+    return slots._replace(values=put(slots.values, values))

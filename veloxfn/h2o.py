@@ -18,8 +18,6 @@ import mlx.core as mx
 from veloxfn import cadence, checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import received
-from veloxfn.ops.evict_step import importance_of, kept_by, updated_mass
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by_query
 
@@ -171,17 +169,6 @@ def check_evidence(
             f"got decay={config.decay}, cadence={config.cadence!r}"
         )
     checks.evidence(method, base, queries, attention, proxy=config.query_source == "key_proxy", refused=refused)
-
-
-def scored(config: Config, state: State, queries: mx.array | None, attention: mx.array | None) -> State:
-    """The state with the block's attention in its masses."""
-    attention = received(state.slots, queries, attention, placement=config.placement, decay=config.decay)
-    return state._replace(mass=updated_mass(state.mass, attention, kept_by(state.slots.arrived, config.decay)))
-
-
-def importance(config: Config, state: State) -> mx.array:
-    """Mass [N, n], per query that has seen the slot where the config says so."""
-    return importance_of(state.mass, state.slots.positions, counted=_counted(config, state.slots))
 
 
 def _counted(config: Config, base: Slots) -> mx.array | None:

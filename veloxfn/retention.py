@@ -19,7 +19,17 @@ from veloxfn.ops.weakest import order_of, shielded
 from veloxfn.placement import seen_keys
 from veloxfn.slots import gather_slots, settle, with_columns, with_slots
 
-__all__ = ["Ranking", "attend_and_retire", "protected", "rank", "retire", "retire_by", "retire_by_query"]
+__all__ = [
+    "Ranking",
+    "attend_and_retire",
+    "freed",
+    "protected",
+    "rank",
+    "retire",
+    "retire_by",
+    "retire_by_query",
+    "steps",
+]
 
 S = TypeVar("S", bound=State)
 
@@ -67,7 +77,6 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
     if length < capacity:
         return settle(state)
     shared = _shared(importance.astype(mx.float32), config.shared_heads)
-    live = slots.positions >= 0
     if length == capacity:
         if slots.keys.shape[1] > capacity:  # of a larger budget before
             slots = slots._replace(
@@ -77,17 +86,17 @@ def retire(state: S, importance: mx.array, config: Retention, *, dispose: Dispos
             )
             state = with_slots(state, slots)
         weakest = ops.weakest(shared, slots.positions, slots.seen, sink=config.sink, recent=config.recent_rows)
-        lost = live & (numbers(length) == weakest[:, None])
-        state = dispose(state, lost)
-        return _freed(state, mx.where(lost, -1, slots.positions))
+        left = mx.where(numbers(length) == weakest[:, None], -1, slots.positions)
+        return freed(dispose(state, left), left)
     order = rank(slots, shared, sink=config.sink, recent=config.recent_rows)
     split = length - config.budget
     places = mx.argpartition(order, split, axis=1).astype(mx.int32)[:, split - 1 :]
     spare, kept = places[:, :1], mx.sort(places[:, 1:], axis=1)
-    lost = live & mx.put_along_axis(mx.ones(live.shape, mx.bool_), kept, mx.array(False), axis=1)
-    state = gather_slots(dispose(state, lost), mx.concatenate([kept, spare], axis=1))
+    stays = mx.put_along_axis(mx.zeros(slots.positions.shape, mx.bool_), kept, mx.array(True), axis=1)
+    state = dispose(state, mx.where(stays, slots.positions, -1))
+    state = gather_slots(state, mx.concatenate([kept, spare], axis=1))
     free = numbers(capacity) == config.budget
-    return _freed(state, mx.where(free, -1, state.slots.positions))
+    return freed(state, mx.where(free, -1, state.slots.positions))
 
 
 class Ranking(NamedTuple):
@@ -102,6 +111,7 @@ class Ranking(NamedTuple):
     keep_low: bool = False  # rank by the negative
     attended: bool = True  # by the attention; else the column does without
     temper: ops.Temper | None = None  # of the logits that the attention is made of
+    dispose: Dispose = drop  # what becomes of the losers
 
 
 def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array | None = None) -> S:
@@ -118,7 +128,7 @@ def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array
     """
     slots, mass = state.slots, None if ranking.column is None else getattr(state, ranking.column)
     counted, noise, tau = ranking.counted, ranking.noise, ranking.tau
-    if _steps(state, config):
+    if steps(state, config):
         mass, positions = ops.evict_step(
             slots.positions,
             slots.seen,
@@ -142,7 +152,7 @@ def retire_by(state: S, config: Retention, ranking: Ranking, attention: mx.array
     if ranking.column is not None:
         state = with_columns(state, {ranking.column: mass})
     importance = importance_of(mass, slots.positions, counted=counted, noise=noise, tau=tau, keep_low=ranking.keep_low)
-    return retire(state, importance, config)
+    return retire(state, importance, config, dispose=ranking.dispose)
 
 
 def retire_by_query(
@@ -161,7 +171,7 @@ def retire_by_query(
         The state with S = 0.
     """
     slots = state.slots
-    if queries is not None and attention is None and _steps(state, config):
+    if queries is not None and attention is None and steps(state, config):
         keys = seen_keys(config.placement, slots)
         _, mass, positions = _attend_step(state, config, ranking, queries, keys, None, None, padded=True)
         return _stepped(state, ranking, mass, positions)
@@ -195,7 +205,7 @@ def attend_and_retire(
     Returns:
         output [N, G, 1, Dv] and the state with S = 0.
     """
-    if not _steps(state, config):
+    if not steps(state, config):
         output, attention = ops.attend(queries, keys, values, state.slots.positions, scale=scale, temper=ranking.temper)
         return output, retire_by(state, config, ranking, attention if ranking.attended else None)
     made, mass, positions = _attend_step(state, config, ranking, queries, keys, values, scale, padded=False)
@@ -236,7 +246,7 @@ def _attend_step(
     )
 
 
-def _steps(state: State, config: Retention) -> bool:
+def steps(state: State, config: Retention) -> bool:
     """Whether one token came to a full cache and at most one slot of each row goes, whatever the other rows do."""
     slots = state.slots
     full = slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1
@@ -244,10 +254,13 @@ def _steps(state: State, config: Retention) -> bool:
 
 
 def _stepped(state: S, ranking: Ranking, mass: mx.array, positions: mx.array) -> S:
-    return _freed(state if ranking.column is None else with_columns(state, {ranking.column: mass}), positions)
+    if ranking.column is not None:
+        state = with_columns(state, {ranking.column: mass})
+    return freed(ranking.dispose(state, positions), positions)
 
 
-def _freed(state: S, positions: mx.array) -> S:
+def freed(state: S, positions: mx.array) -> S:
+    """The state with these positions [N, n], and no block that awaits eviction."""
     return settle(with_slots(state, state.slots._replace(positions=positions)))
 
 

@@ -21,13 +21,14 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
-from veloxfn import cadence, checks, slots
+from veloxfn import cadence, checks, ops, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
-from veloxfn.ops.constants import numbers
+from veloxfn.ops.window_step import observed, pooled
+from veloxfn.placement import seen_keys
 from veloxfn.reading import get_kv
-from veloxfn.retention import retire
+from veloxfn.retention import freed, retire, steps
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -68,9 +69,7 @@ class Config(Retention):
         object.__setattr__(self, "window", self.recent_rows)
         checks.integer("window", self.window, low=1)
         checks.window(self.budget, self.sink, self.recent_rows, name="window")
-        checks.integer("kernel", self.kernel, low=1)
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel must be odd, so that it has a middle, got {self.kernel}")
+        checks.odd("kernel", self.kernel)
         checks.choice("pooling", self.pooling, ("mean", "max"))
 
 
@@ -126,9 +125,11 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, the last block was not evicted, or S > 4096 with cadence "token".
         TypeError: another dtype than the state's.
     """
-    state = slots.extend(state, keys, values, valid, budget=config.budget, window=0.0)
+    state = slots.extend(state, keys, values, valid, budget=config.budget)
     cadence.check_block(config, keys)
-    return state
+    # The first arrival may take a slot that was free; `evict` clears its column.
+    missing = state.slots.positions.shape[1] - state.window.shape[2]
+    return state._replace(window=mx.pad(state.window, [(0, 0), (0, 0), (0, missing)])) if missing else state
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -149,50 +150,49 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     checks.evidence("snapkv", state.slots, queries, attention, refused="the window needs each query by itself")
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries)
-    ring = state.window.shape[1]  # of the config that the state was made with: another budget may mean another window
-    fresh, when = attention_of_last(state.slots, cast(mx.array, queries), min(count, ring), placement=config.placement)
-    state = state._replace(window=_observed(state.window, fresh, when))
-    if state.slots.positions.shape[1] <= config.budget:
-        return slots.settle(state)
-    return retire(state, _pooled(config, state), config)
-
-
-def _observed(window: mx.array, fresh: mx.array, when: mx.array) -> mx.array:
-    """The ring [N, w, n] with rows `fresh` [N, T, n] of queries at positions `when` [N, T], -1 = none."""
-    size, count = window.shape[1], when.shape[1]
+    base, queries = state.slots, cast(mx.array, queries)
     if count == 1:
-        place = (mx.maximum(when, 0) % size)[..., None]
-        kept = mx.take_along_axis(window, place, axis=1)
-        return mx.put_along_axis(window, place, mx.where(when[..., None] >= 0, fresh, kept), axis=1)
-    hits = (when % size)[:, None] == numbers(size)[:, None]
-    hits = hits & (when >= 0)[:, None]  # [N, w, T]: at most one per ring row
-    source = mx.argmax(hits, axis=2)[..., None]
-    return mx.where(mx.any(hits, axis=2, keepdims=True), mx.take_along_axis(fresh, source, axis=1), window)
+        keys, when = seen_keys(config.placement, base), slots.arrival_positions(base)
+        return attended(config, state, ops.attention_mass(queries, keys, base.positions, when))
+    ring = state.window.shape[1]  # of the config that the state was made with: another budget may mean another window
+    fresh, when = attention_of_last(base, queries, min(count, ring), placement=config.placement)
+    return _retired(config, state, observed(state.window, fresh, when, base.arrived[:, :1]))
 
 
-def _pooled(config: Config, state: State) -> mx.array:
-    """Importance [N, n]: mean over the window, pooled over the past slots around each in time."""
+def attended(config: Config, state: State, attention: mx.array) -> State:
+    """`evict` of one token per row, by the attention [N, n] float32 that its query gives to the slots."""
     base = state.slots
-    received = state.window.mean(axis=1)
-    if config.kernel == 1:
-        return received
-    past = (base.positions >= 0) & (base.positions < base.seen[:, None] - config.recent_rows)
-    order = mx.argsort(base.positions, axis=1)
-    past, received = (mx.take_along_axis(column, order, axis=1) for column in (past, received))
-    low = 0.0 if config.pooling == "mean" else -mx.inf
-    around = _neighbours(mx.where(past, received, low), config.kernel, low)
-    if config.pooling == "max":
-        pooled = mx.max(around, axis=0)
-    else:
-        pooled = mx.sum(around, axis=0) / mx.maximum(mx.sum(_neighbours(past, config.kernel, False), axis=0), 1)
-    return mx.put_along_axis(received, order, pooled, axis=1)
+    if not steps(state, config):
+        fresh, when = attention[:, None], slots.arrival_positions(base)
+        return _retired(config, state, observed(state.window, fresh, when, base.arrived))
+    window, positions = ops.window_step(
+        state.window,
+        attention,
+        base.positions,
+        base.seen,
+        base.arrived,
+        kernel=config.kernel,
+        pooling=config.pooling,
+        sink=config.sink,
+        recent=config.recent_rows,
+    )
+    return freed(state._replace(window=window), positions)
 
 
-def _neighbours(column: mx.array, kernel: int, fill: float | bool) -> mx.array:
-    """`column` [N, n] shifted by each distance of the kernel: [kernel, N, n]."""
-    half, length = kernel // 2, column.shape[1]
-    wide = mx.pad(column, [(0, 0), (half, half)], constant_values=mx.array(fill, column.dtype))
-    return mx.stack([wide[:, start : start + length] for start in range(kernel)])
+def _retired(config: Config, state: State, window: mx.array) -> State:
+    """The state with this window, its weakest slots free."""
+    base, state = state.slots, state._replace(window=window)
+    if base.positions.shape[1] <= config.budget:
+        return slots.settle(state)
+    importance = pooled(
+        window.mean(axis=1),
+        base.positions,
+        base.seen,
+        kernel=config.kernel,
+        pooling=config.pooling,
+        recent=config.recent_rows,
+    )
+    return retire(state, importance, config)
 
 
 def update_batched(

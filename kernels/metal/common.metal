@@ -24,14 +24,19 @@ inline Rank last_rank() {
   return Rank{0xFFFFFFFFu, 0xFFFFFFFFu, 0xFFFFFFFFu};
 }
 
+// A number, but NaN, as a whole one in the same order; -0 is 0.
+inline uint ordinal(float x) {
+  const uint bits = as_type<uint>(x + 0.0f);
+  return (bits >> 31) ? 0xFFFFFFFFu - bits : bits | 0x80000000u;
+}
+
 // Classes: 0 free, 1 NaN, 2 unprotected, 3 protected. Ties in importance: the oldest.
 inline Rank rank_of(float importance, int position, int seen, int sink, int recent, uint slot) {
   if (position < 0) return Rank{0u, 0u, slot};
   const bool nan = isnan(importance);
   const uint kind = (position < sink || position >= seen - recent) ? 3u : (nan ? 1u : 2u);
-  const uint bits = nan ? 0u : as_type<uint>(importance + 0.0f);
-  const uint ordinal = (bits >> 31) ? 0xFFFFFFFFu - bits : bits | 0x80000000u;
-  return Rank{(kind << 30) | (ordinal >> 2), (ordinal << 30) | uint(position), slot};
+  const uint place = ordinal(nan ? 0.0f : importance);
+  return Rank{(kind << 30) | (place >> 2), (place << 30) | uint(position), slot};
 }
 
 // Importance of a slot: its mass, per query that has seen it where `age` > 0, plus noise (0 where there is none).
@@ -68,6 +73,17 @@ inline Rank lowest(Rank mine, P shared, uint lane, uint lanes) {
   return best;
 }
 
+// The sum of a threadgroup, to all lanes. `shared` is a threadgroup array of 32 float; a barrier comes first, so it can be
+// used again at once.
+template <typename P>
+inline float sum_of(float mine, P shared, uint lane, uint lanes) {
+  mine = simd_sum(mine);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane % 32 == 0) shared[lane / 32] = mine;
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  return simd_sum(lane % 32 < (lanes + 31) / 32 ? float(shared[lane % 32]) : 0.0f);
+}
+
 // ---- Noise: a hash of (64-bit name, position), bit for bit that of veloxfn/ops/noise.py.
 
 inline uint keyed(uint low, uint high, int position) {
@@ -79,9 +95,12 @@ inline uint keyed(uint low, uint high, int position) {
   return x ^ (x >> 16);
 }
 
+inline float hashed_uniform(uint low, uint high, int position) {
+  return (float(keyed(low, high, position) >> 9) + 0.5f) * 1.1920928955078125e-7f;
+}
+
 inline float hashed_gumbel(uint low, uint high, int position) {
-  const float unit = (float(keyed(low, high, position) >> 9) + 0.5f) * 1.1920928955078125e-7f;
-  return -log(-log(unit));
+  return -log(-log(hashed_uniform(low, high, position)));
 }
 
 // The 64-bit name of an address, coordinate by coordinate: that of veloxfn/draws.py. A seed is its two halves.
@@ -117,6 +136,15 @@ inline float norm_of(P rows, ulong start, uint dims, uint lane) {
     sum = fma(x, x, sum);
   }
   return sqrt(simd_sum(sum));
+}
+
+// Cosine of rows[one ..] of norm `norm` and rows[other ..], likewise; not finite where a row is 0.
+template <typename P>
+inline float cosine_of(P rows, ulong one, ulong other, uint dims, uint lane, float norm) {
+  float sum = 0.0f;
+  for (uint d = lane; d < dims; d += 32) sum = fma(float(rows[one + d]), float(rows[other + d]), sum);
+  sum = simd_sum(sum);
+  return sum / (norm * norm_of(rows, other, dims, lane));
 }
 
 // Half an infinity is infinite, too: NaN and infinities fail this test.

@@ -11,8 +11,10 @@ from veloxfn.ops.fold_tokens import fold_tokens
 from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import using
 from veloxfn.ops.merge_into import merge_into
+from veloxfn.ops.merge_targets import merge_targets
 from veloxfn.ops.rotate_by import rotate_by
 from veloxfn.ops.weakest import weakest
+from veloxfn.ops.window_step import window_step
 
 __all__ = [
     "Entry",
@@ -28,7 +30,9 @@ __all__ = [
     "fold_tokens",
     "key_norms",
     "merge_into",
+    "merge_targets",
     "rotate_by",
     "using",
     "weakest",
+    "window_step",
 ]

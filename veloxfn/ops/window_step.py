@@ -1,0 +1,164 @@
+"""The step of SnapKV: the attention of the last queries with one more, then the slot that loses.
+
+    received_j = mean over the window's queries t of A[t, j]
+    importance_j = received, its mean or maximum over the `kernel` past slots around j in time
+
+A past slot is one that is older than the last `recent` arrivals.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxfn import checks
+from veloxfn.ops.constants import numbers
+from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
+from veloxfn.ops.weakest import reference as weakest
+
+__all__ = ["KERNEL", "observed", "pooled", "reference", "window_step"]
+
+KERNEL = Kernel(
+    "window_step",
+    ("window", "attention", "positions", "seen", "arrived", "order"),
+    ("window_out", "positions_out", "received"),
+)
+
+
+def window_step(
+    window: mx.array,
+    attention: mx.array,
+    positions: mx.array,
+    seen: mx.array,
+    arrived: mx.array,
+    *,
+    kernel: int,
+    pooling: str,
+    sink: int,
+    recent: int,
+    backend: str | None = None,
+) -> tuple[mx.array, mx.array]:
+    """A window of attention after one query, and positions after one eviction.
+
+    Args:
+        window: [N, w, n] float32, a ring: row p % w is the query at position p.
+        attention: [N, n] float32 that the slots receive from the query of the token that arrived last.
+        positions: [N, n] int32 of the slots, below 2**30, -1 = free.
+        seen: [N] int32, arrivals so far.
+        arrived: [N, 1] int32, slot of the token, which no earlier query has seen; -1 = padded: the window stays.
+        kernel: past slots that are pooled, odd; 1 = no pooling.
+        pooling: "mean" or "max" over them.
+        sink: first arrivals that are protected.
+        recent: last arrivals that are protected.
+        backend: see `veloxfn.ops.launch.backend_for`.
+
+    Returns:
+        window [N, w, n], and positions [N, n] int32 with -1 for the weakest slot of each row: a free one where there is
+        one, so that such a row loses nothing.
+
+    Raises:
+        ValueError: a wrong shape, an even kernel or an unknown pooling.
+        TypeError: an array of another type.
+    """
+    checks.slot_columns(positions, seen, attention=attention)
+    rows, length = positions.shape
+    checks.operand("window", window, "[N, w, n]", (rows, None, length), mx.float32)
+    checks.operand("arrived", arrived, "[N, 1]", (rows, 1), mx.int32)
+    checks.odd("kernel", kernel)
+    checks.choice("pooling", pooling, ("mean", "max"))
+    backend = backend_for(backend)
+    if backend == "reference":
+        return reference(
+            window, attention, positions, seen, arrived, kernel=kernel, pooling=pooling, sink=sink, recent=recent
+        )
+    made = launch(
+        KERNEL,
+        backend,
+        [
+            window,
+            attention,
+            positions,
+            seen,
+            arrived,
+            None if kernel == 1 else mx.argsort(positions, axis=1).astype(mx.uint32),
+        ],
+        [(window.shape, mx.float32), (positions.shape, mx.int32), (positions.shape, mx.float32)],
+        template={
+            "KERNEL": kernel,
+            "HIGHEST": pooling == "max",
+            "SINK": sink,
+            "RECENT": recent,
+        },
+        groups=(rows, 1, 1),
+        threads=lanes_for(length),
+    )
+    return made[0], made[1]
+
+
+def reference(
+    window: mx.array,
+    attention: mx.array,
+    positions: mx.array,
+    seen: mx.array,
+    arrived: mx.array,
+    *,
+    kernel: int,
+    pooling: str,
+    sink: int,
+    recent: int,
+) -> tuple[mx.array, mx.array]:
+    """`window_step` in MLX's own primitives."""
+    window = observed(window, attention[:, None], mx.where(arrived >= 0, seen[:, None] - 1, -1), arrived)
+    importance = pooled(window.mean(axis=1), positions, seen, kernel=kernel, pooling=pooling, recent=recent)
+    lost = weakest(importance, positions, seen, sink=sink, recent=recent)[:, None]
+    return window, mx.where(numbers(positions.shape[1]) == lost, -1, positions)
+
+
+def observed(window: mx.array, fresh: mx.array, when: mx.array, arrived: mx.array) -> mx.array:
+    """A ring of attention with that of new queries.
+
+    Args:
+        window: [N, w, n] float32.
+        fresh: [N, T, n] float32 of T <= w queries.
+        when: [N, T] int32, their positions, -1 = none.
+        arrived: [N, 1] int32, a slot that no query in the window has seen, -1 = none.
+
+    Returns:
+        [N, w, n].
+    """
+    size, count = window.shape[1], when.shape[1]
+    column = mx.broadcast_to(mx.maximum(arrived, 0)[:, None], (window.shape[0], size, 1))
+    known = mx.where(arrived[:, None] >= 0, 0.0, mx.take_along_axis(window, column, axis=2))
+    window = mx.put_along_axis(window, column, known, axis=2)
+    if count == 1:
+        place = (mx.maximum(when, 0) % size)[..., None]
+        kept = mx.take_along_axis(window, place, axis=1)
+        return mx.put_along_axis(window, place, mx.where(when[..., None] >= 0, fresh, kept), axis=1)
+    hits = (when % size)[:, None] == numbers(size)[:, None]
+    hits = hits & (when >= 0)[:, None]  # [N, w, T]: at most one per ring row
+    source = mx.argmax(hits, axis=2)[..., None]
+    return mx.where(mx.any(hits, axis=2, keepdims=True), mx.take_along_axis(fresh, source, axis=1), window)
+
+
+def pooled(
+    received: mx.array, positions: mx.array, seen: mx.array, *, kernel: int, pooling: str, recent: int
+) -> mx.array:
+    """What slots received [N, n], pooled over the past slots around each in time; arguments as for `window_step`."""
+    if kernel == 1:
+        return received
+    past = (positions >= 0) & (positions < seen[:, None] - recent)
+    order = mx.argsort(positions, axis=1)
+    past, column = (mx.take_along_axis(one, order, axis=1) for one in (past, received))
+    low = 0.0 if pooling == "mean" else -mx.inf
+    around = _neighbours(mx.where(past, column, low), kernel, low)
+    if pooling == "max":
+        found = mx.max(around, axis=0)
+    else:
+        found = mx.sum(around, axis=0) / mx.maximum(mx.sum(_neighbours(past, kernel, False), axis=0), 1)
+    return mx.put_along_axis(received, order, found, axis=1)
+
+
+def _neighbours(column: mx.array, kernel: int, fill: float | bool) -> mx.array:
+    """`column` [N, n] shifted by each distance of the kernel: [kernel, N, n]."""
+    half, length = kernel // 2, column.shape[1]
+    wide = mx.pad(column, [(0, 0), (half, half)], constant_values=mx.array(fill, column.dtype))
+    return mx.stack([wide[:, start : start + length] for start in range(kernel)])
