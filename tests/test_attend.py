@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import veloxfn
-from veloxfn import cam, h2o, keyformer, knorm, ops, pyramidkv, snapkv, streaming_llm, tova
+from veloxfn import Contiguous, Rope, cam, h2o, keyformer, knorm, ops, pyramidkv, snapkv, streaming_llm, tova
 from veloxfn.ops.launch import backend_for
 from veloxfn.retention import retire
 from veloxfn.testing import claims_for, laws, normal_stream
@@ -177,7 +177,7 @@ STEPS = {
     "cam-off": cam.Config(budget=16, merge="off"),
 }
 # CaM also looks for targets, and gives them the loser's value, and its key where it says so. SnapKV evicts in a launch
-# of its own, after a sort in time where it pools.
+# of its own, after a sort in time where it pools. Keys that are seen without gaps are sorted, ranked and turned first.
 MORE = {
     "cam": (7, cam.Config(budget=16)),
     "cam-observed": (7, cam.Config(budget=16, age_normalised=True, gate=False)),
@@ -187,6 +187,8 @@ MORE = {
     "snapkv": (7, snapkv.Config(budget=16)),
     "snapkv-max": (7, snapkv.Config(budget=16, window=4, pooling="max")),
     "snapkv-alone": (6, snapkv.Config(budget=16, kernel=1)),
+    "h2o-contiguous": (8, h2o.Config(budget=16, placement=Contiguous(Rope(dims=8)))),
+    "streaming_llm-contiguous": (8, streaming_llm.Config(budget=16, placement=Contiguous(Rope(dims=4)))),
 }
 
 

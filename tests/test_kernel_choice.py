@@ -36,6 +36,7 @@ CALLS = {
         **STEP,
         **asked,
     ),
+    "ranks": lambda **asked: ops.ranks(POSITIONS, **asked),
     "weakest": lambda **asked: ops.weakest(mx.ones((1, 3)), POSITIONS, SEEN, **STEP, **asked),
 }
 calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -82,7 +83,7 @@ def test_tests_can_force_one_that_a_caller_still_overrides(monkeypatch, name):
 def test_the_kernel_is_run(backend, call, monkeypatch):
     """An asked-for back end is not passed over in silence."""
     seen = []
-    for name in ("admit", "attend", "attention_mass", "evict_step", "merge_targets", "weakest", "window_step"):
+    for name in ("admit", "attend", "attention_mass", "evict_step", "merge_targets", "ranks", "weakest", "window_step"):
         module = importlib.import_module(f"veloxfn.ops.{name}")
         monkeypatch.setattr(module, "launch", lambda *a, **o: seen.append(a[1]) or launch.launch(*a, **o))
     mx.eval(call(backend=backend))

@@ -222,6 +222,20 @@ def test_norms_of_keys_that_hold_anything(backend, bad):
     assert np.allclose(have, want, **NORM_ERROR, equal_nan=True)
 
 
+@pytest.mark.parametrize(("rows", "length"), SHAPES)
+def test_an_arrival_is_rotated_at_the_number_of_tokens_there(backend, rows, length):
+    for protection in ("free", "all free"):
+        positions, seen = placed(protection, rows, length, 5)
+        positions = mx.where(mx.arange(length) == length - 1, -1, positions)
+        rotations = positions + 7
+        have = ops.admit(positions, seen, rotations=rotations, backend=backend)
+        want = on_cpu(admit_reference, positions, seen, (), rotations)
+        assert same(have.rotations, want.rotations)
+        entry = np.take_along_axis(np.array(have.rotations), np.array(have.slot), axis=1)
+        assert np.array_equal(entry[:, 0], (np.array(positions) >= 0).sum(axis=1))
+        assert (np.array(have.rotations) != np.array(rotations)).sum() <= rows
+
+
 @pytest.mark.parametrize("seed", [0, 7, 2**32, 2**64 - 1])
 def test_admit_draws_what_the_draws_say(backend, seed):
     rows, length = 40, 33

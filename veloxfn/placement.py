@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
+from veloxfn.ops.ranks import ranks as rank_slots
 from veloxfn.ops.rotate_by import rotate_by
 
 if TYPE_CHECKING:
@@ -111,11 +112,7 @@ def live_count(slots: Slots) -> mx.array:
 
 def ranks(slots: Slots) -> mx.array:
     """Number of live slots at smaller positions, for each slot: [N, n] int32; negative for a free one."""
-    rows, length = slots.positions.shape
-    order = mx.argsort(slots.positions, axis=1)
-    place = mx.broadcast_to(mx.arange(length, dtype=mx.int32), (rows, length))
-    free = (slots.positions < 0).sum(axis=1, keepdims=True).astype(mx.int32)
-    return mx.put_along_axis(mx.zeros_like(place), order, place, axis=1) - free
+    return rank_slots(slots.positions)
 
 
 def seen_keys(placement: Placement, slots: Slots) -> mx.array:

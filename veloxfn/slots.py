@@ -130,8 +130,14 @@ def extend(
     count = keys.shape[1]
     columns = {name: getattr(state, name) for name in fresh}
     one = count == 1 and valid is None and slots.positions.shape[1] == slots.keys.shape[1] == budget + 1
-    if one and not slots.rotations.shape[1] and all(column.ndim == 2 for column in columns.values()):
-        admitted = ops.admit(slots.positions, slots.seen, [(column, fresh[name]) for name, column in columns.items()])
+    if one and all(column.ndim == 2 for column in columns.values()):
+        turned = slots.rotations.shape[1] > 0
+        admitted = ops.admit(
+            slots.positions,
+            slots.seen,
+            [(column, fresh[name]) for name, column in columns.items()],
+            rotations=slots.rotations if turned else None,
+        )
         index = admitted.slot[..., None]
         slots = slots._replace(
             keys=mx.put_along_axis(slots.keys, index, keys, axis=1),
@@ -139,6 +145,7 @@ def extend(
             positions=admitted.positions,
             arrived=admitted.slot,
             seen=admitted.seen,
+            rotations=slots.rotations if admitted.rotations is None else admitted.rotations,
         )
         return with_columns(with_slots(state, slots), dict(zip(columns, admitted.columns, strict=True)))
     slots = append(slots, keys, values, valid, budget=budget)

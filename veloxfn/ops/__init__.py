@@ -12,6 +12,7 @@ from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import using
 from veloxfn.ops.merge_into import merge_into
 from veloxfn.ops.merge_targets import merge_targets
+from veloxfn.ops.ranks import ranks
 from veloxfn.ops.rotate_by import rotate_by
 from veloxfn.ops.weakest import weakest
 from veloxfn.ops.window_step import window_step
@@ -31,6 +32,7 @@ __all__ = [
     "key_norms",
     "merge_into",
     "merge_targets",
+    "ranks",
     "rotate_by",
     "using",
     "weakest",

@@ -17,8 +17,8 @@ __all__ = ["KERNEL", "Admitted", "Entry", "Gumbel", "KeyNorm", "admit", "entries
 
 KERNEL = Kernel(
     "admit",
-    ("positions", "seen", "first", "second", "first_fresh", "second_fresh", "keys", "seed", "streams"),
-    ("slot", "positions_out", "seen_out", "first_out", "second_out"),
+    ("positions", "seen", "first", "second", "first_fresh", "second_fresh", "keys", "seed", "streams", "rotations"),
+    ("slot", "positions_out", "seen_out", "first_out", "second_out", "rotations_out"),
 )
 
 
@@ -45,6 +45,7 @@ class Admitted(NamedTuple):
     positions: mx.array  # [N, n] int32
     seen: mx.array  # [N] int32
     columns: tuple[mx.array, ...]  # [N, n] float32 each
+    rotations: mx.array | None  # [N, n] int32, where they were given
 
 
 def admit(
@@ -52,6 +53,7 @@ def admit(
     seen: mx.array,
     columns: Sequence[tuple[mx.array, Entry]] = (),
     *,
+    rotations: mx.array | None = None,
     backend: str | None = None,
 ) -> Admitted:
     """Give the first free slot of each row to the token that arrives.
@@ -61,15 +63,17 @@ def admit(
         seen: [N] int32, arrivals so far.
         columns: per-slot columns [N, n] float32, each with the arrival's entry: [N, 1] float32, a number, `KeyNorm` of
             the arriving keys [N, 1, D], or `Gumbel`.
+        rotations: [N, n] int32, positions that keys arrived rotated at; the arrival's is the number of tokens there.
         backend: see `veloxfn.ops.launch.backend_for`.
     """
     backend = backend_for(backend)
     rows = positions.shape[0]
     checks.slot_columns(positions, seen, **{f"column {number}": column for number, (column, _) in enumerate(columns)})
+    checks.operand("rotations", rotations, "[N, n]", positions.shape, mx.int32)
     columns = [(column, _checked(entry, rows)) for column, entry in columns]
     kinds = [_kind(entry) for _, entry in columns]
     if backend == "reference" or len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
-        return reference(positions, seen, columns)
+        return reference(positions, seen, columns, rotations)
     rows, length = positions.shape
     kinds += [0] * (2 - len(kinds))
     entries = [entry for _, entry in columns] + [0.0] * (2 - len(columns))
@@ -87,6 +91,7 @@ def admit(
             keys,
             None if draw is None else halves(draw.seed),
             None if draw is None else draw.streams,
+            rotations,
         ],
         [
             ((rows, 1), mx.int32),
@@ -94,17 +99,20 @@ def admit(
             (seen.shape, mx.int32),
             *((column.shape, mx.float32) for column, _ in columns),
             *[None] * (2 - len(columns)),
+            None if rotations is None else (rotations.shape, mx.int32),
         ],
         template={
             "FIRST": kinds[0],
             "SECOND": kinds[1],
             "DIMS": 0 if keys is None else keys.shape[2],
             "T": mx.float32 if keys is None else keys.dtype,
+            "TURNED": rotations is not None,
         },
         groups=(rows, 1, 1),
         threads=lanes_for(length),
     )
-    return Admitted(made[0], made[1], made[2], tuple(made[3:]))
+    turned = None if rotations is None else made.pop()
+    return Admitted(made[0], made[1], made[2], tuple(made[3:]), turned)
 
 
 def _checked(entry: Entry, rows: int) -> Entry:
@@ -131,7 +139,12 @@ def _kind(entry: Entry) -> int:
     return _GIVEN if isinstance(entry, mx.array) else _ZERO
 
 
-def reference(positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.array, Entry]] = ()) -> Admitted:
+def reference(
+    positions: mx.array,
+    seen: mx.array,
+    columns: Sequence[tuple[mx.array, Entry]] = (),
+    rotations: mx.array | None = None,
+) -> Admitted:
     """`admit` in MLX's own primitives."""
     slot = mx.argmin(positions, axis=1, keepdims=True).astype(mx.int32)
     here = numbers(positions.shape[1]) == slot
@@ -141,7 +154,13 @@ def reference(positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.ar
         mx.where(here, coming, positions),
         seen + 1,
         tuple(mx.where(here, entries_of(entry, coming), column) for column, entry in columns),
+        None if rotations is None else mx.where(here, _live(positions), rotations),
     )
+
+
+def _live(positions: mx.array) -> mx.array:
+    """Tokens that the slots [N, n] hold: [N, 1] int32."""
+    return mx.sum(positions >= 0, axis=1, keepdims=True).astype(mx.int32)
 
 
 def entries_of(entry: Entry, coming: mx.array) -> mx.array | float:

@@ -1,0 +1,48 @@
+"""The rank of every slot among the live ones of its row, by position."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from veloxfn import checks
+from veloxfn.ops.launch import Kernel, backend_for, launch
+
+__all__ = ["KERNEL", "ranks", "reference"]
+
+KERNEL = Kernel("ranks", ("positions", "order"), ("rank",))
+
+_LANES = 256
+
+
+def ranks(positions: mx.array, *, backend: str | None = None) -> mx.array:
+    """Number of live slots at smaller positions.
+
+    Args:
+        positions: [N, n] int32 of the slots, -1 = free, the others different.
+        backend: see `veloxfn.ops.launch.backend_for`.
+
+    Returns:
+        [N, n] int32; negative for a free slot.
+    """
+    checks.operand("positions", positions, "[N, n]", (None, None), mx.int32)
+    backend = backend_for(backend)
+    if backend == "reference" or positions.size == 0:
+        return reference(positions)
+    rows, length = positions.shape
+    return launch(
+        KERNEL,
+        backend,
+        [positions, mx.argsort(positions, axis=1).astype(mx.uint32)],
+        [(positions.shape, mx.int32)],
+        template={},
+        groups=(-(-length // _LANES), rows, 1),
+        threads=_LANES,
+    )[0]
+
+
+def reference(positions: mx.array) -> mx.array:
+    """`ranks` in MLX's own primitives."""
+    order = mx.argsort(positions, axis=1)
+    place = mx.broadcast_to(mx.arange(positions.shape[1], dtype=mx.int32), positions.shape)
+    free = (positions < 0).sum(axis=1, keepdims=True).astype(mx.int32)
+    return mx.put_along_axis(mx.zeros_like(place), order, place, axis=1) - free
