@@ -344,7 +344,10 @@ def refused(capsys, *arguments):
 def process(*arguments):
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "veloxfn_mlx_adapter.cli", "serve", "--port", str(port), *map(str, arguments)]
+    # A shell without job control starts what it puts in the background with interrupts ignored, tests and all.
+    start = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start += "; from veloxfn_mlx_adapter.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "serve", "--port", str(port), *map(str, arguments)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
         try:
             wait_for(lambda: running.poll() is not None or listens(port))
@@ -383,7 +386,7 @@ def test_the_command_serves_until_it_is_interrupted(folder, alone):
 
 def test_a_stop_waits_for_no_answer(folder):
     """Neither for one that is being served nor for those behind it."""
-    with process("--model", folder, "--budget", BUDGET) as served, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, process("--model", folder, "--budget", BUDGET) as served:
         for options in ({"seed": 0}, {}):
             body = {"prompt": TEXT, "max_tokens": 10**6, "stream": True, **options}
             pool.submit(post, served.port, "/v1/completions", **body)
