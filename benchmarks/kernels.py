@@ -32,7 +32,7 @@ from sides import Shape, Traced, blocks
 from steps import AT_LEAST, AT_MOST, DTYPES, Row
 
 import veloxfn
-from veloxfn import Retention, cadence, cam, h2o, keyformer, knorm, ops, snapkv, streaming_llm, tova
+from veloxfn import Contiguous, Retention, Rope, cadence, cam, h2o, keyformer, knorm, ops, snapkv, streaming_llm, tova
 from veloxfn.ops.fusion import on_gpu
 from veloxfn.testing.launches import forced, launches
 
@@ -93,12 +93,26 @@ def config_of(method: str, budget: int, **more: Any) -> Retention:
         "streaming_llm": partial(streaming_llm.Config, sink=SINK),
         "tova": tova.Config,
         "cam": cam.Config,
-        "snapkv": snapkv.Config,
+        "cam nearest": partial(cam.Config, targets="nearest", merge="similarity"),
+        "snapkv": partial(snapkv.Config, window=2 * recent),
+        "h2o contiguous": partial(h2o.Config, placement=CONTIGUOUS),
+        "streaming_llm contiguous": partial(streaming_llm.Config, placement=CONTIGUOUS),
     }
     return makers[method](budget=budget, **more)
 
 
+CONTIGUOUS = Contiguous(Rope(dims=16))
 METHODS = ("h2o", "keyformer additive", "keyformer logit", "knorm", "streaming_llm")
+# Without a target: more launches, or figures that others stand for.
+MORE_METHODS = (
+    "cam",
+    "cam nearest",
+    "snapkv",
+    "tova",
+    "h2o contiguous",
+    "streaming_llm contiguous",
+    "h2o age-normalised",
+)
 PEERS = {"h2o": "h2o", "keyformer additive": "keyformer", "keyformer logit": "keyformer", "knorm": "knorm"}
 
 
@@ -124,11 +138,11 @@ def step_cases(*, quick: bool) -> list[Case]:
 def other_step_cases(*, quick: bool) -> list[Case]:
     """All the others, those first that differ most from what was measured already."""
     if quick:
-        return [
-            Case(method, Shape(2, 16, 1, 64), "float32") for method in ("keyformer logit", "knorm", "streaming_llm")
-        ]
+        methods = ("keyformer logit", "knorm", "streaming_llm", *MORE_METHODS)
+        return [Case(method, Shape(2, 16, 1, 64), "float32") for method in methods]
     done = set(step_cases(quick=False))
-    every = [
+    every = [Case(method, Shape(32, 128, 1, 2048), "float16") for method in MORE_METHODS]
+    every += [
         Case(method, Shape(rows, dim, 1, budget), dtype)
         for dim, dtype in ((128, "float16"), (64, "float16"), (128, "bfloat16"), (64, "bfloat16"))
         for budget in (2048, 512, 8192)
@@ -411,7 +425,7 @@ def launch_counts() -> dict[str, dict[str, Any]]:
     """Launches of a compiled step of each method, read off its graph with the machine's own back end."""
     shape, told = Shape(2, 64, 1, 64), {}
     block = blocks(shape, 1, mx.float16)[0]
-    for method in (*METHODS, "h2o age-normalised"):
+    for method in (*METHODS, *MORE_METHODS):
         config = config_of(method, shape.budget)
         state = layers.full_state(config, shape, mx.float16)
         absorbed = veloxfn.policy(config).absorb(state, block.keys, block.values)

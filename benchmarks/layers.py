@@ -99,13 +99,16 @@ def _copied(tree: Any) -> Any:
 def full_state(config: Retention, shape: Shape, dtype: mx.Dtype) -> Any:
     """A state of the method at full budget: rows of a sliding window, columns of its own drawn from [0, 1)."""
     start = veloxfn.policy(config).init_state(shape.rows, shape.dim, dtype=dtype)
-    window = streaming_llm.policy(streaming_llm.Config(budget=config.budget, sink=config.sink))
+    window = streaming_llm.policy(
+        streaming_llm.Config(budget=config.budget, sink=config.sink, placement=config.placement)
+    )
     block = blocks(shape, config.budget + BEFORE, dtype)[0]
     slots = window.update_batched(window.init_state(shape.rows, shape.dim, dtype=dtype), block.keys, block.values).slots
+    empty, length = start.slots.positions.shape[1], slots.positions.shape[1]
     columns = {
-        name: mx.random.uniform(shape=slots.positions.shape, key=mx.random.key(7)).astype(column.dtype)
+        name: mx.random.uniform(shape=(*column.shape[:-1], length), key=mx.random.key(7)).astype(column.dtype)
         for name, column in zip(start._fields[1:], start[1:], strict=True)
-        if isinstance(column, mx.array) and column.shape == start.slots.positions.shape
+        if isinstance(column, mx.array) and column.ndim > 1 and column.shape[-1] == empty
     }
     state = start._replace(slots=slots, **columns)
     mx.eval(state)
@@ -119,7 +122,10 @@ def our_counts(state: Any) -> tuple[int, int]:
 
 def ranks_by_output(config: Retention) -> bool:
     """Whether the method ranks by the mass that `ops.attend` returns beside the output."""
-    return isinstance(config, h2o.Config) or (isinstance(config, keyformer.Config) and config.noise == "additive")
+    absolute = isinstance(config.placement, Absolute)
+    return (isinstance(config, h2o.Config) and absolute) or (
+        isinstance(config, keyformer.Config) and config.noise == "additive"
+    )
 
 
 def _attention(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
@@ -138,13 +144,16 @@ def decoding(config: Retention) -> Step:
 
 
 def attending_only(config: Retention) -> Step:
-    """Attend and let go of the weakest slot, over a token that is written already: masses and positions change."""
+    """Attend and let go of the weakest slot, over a token that is written already: masses and positions change.
+
+    Values change as well where losers are merged into them.
+    """
     policy = veloxfn.policy(config)
 
     def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array) -> Any:
         del keys, values
         output, (slots, *columns) = veloxfn.attend(policy, state, queries)
-        return output, slots.positions, columns
+        return output, slots.positions, [*columns, *([slots.values] if config.merges_losers else [])]
 
     return step
 
@@ -157,7 +166,7 @@ def attending_apart(config: Retention) -> Step:
         del keys, values
         output, mass = ops.attend(queries, *veloxfn.candidates(config, state), state.slots.positions)
         slots, *columns = policy.evict(state, attention=mass)
-        return output, slots.positions, columns
+        return output, slots.positions, [*columns, *([slots.values] if config.merges_losers else [])]
 
     return step
 

@@ -19,6 +19,7 @@ from veloxfn.ops import launch
 
 TINY = Shape(rows=2, dim=16, heads=2, budget=24)
 BANDWIDTH = layers.Bandwidth(1e12, 1e12)
+EVERY = (*kernels.METHODS, *kernels.MORE_METHODS)
 needs_peer = pytest.mark.skipif(not sides.HAS_PEER, reason="the peer veloxquant-mlx is not installed")
 
 
@@ -27,7 +28,7 @@ def settings():
 
 
 @pytest.mark.parametrize("make", [layers.decoding, layers.updating])
-@pytest.mark.parametrize("method", kernels.METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_all_layers_of_a_step_evict(method, make):
     made = layers.own(make, config_of(method, TINY.budget), TINY, mx.float16, 3)
     before = [layers.our_counts(state)[1] for state in made.states]
@@ -38,7 +39,7 @@ def test_all_layers_of_a_step_evict(method, make):
     assert all(state.slots.keys.dtype == mx.float16 for state in made.states)
 
 
-@pytest.mark.parametrize("method", kernels.METHODS)
+@pytest.mark.parametrize("method", EVERY)
 def test_a_step_reads_what_plain_attention_reads(method):
     config = config_of(method, TINY.budget)
     state = layers.full_state(config, TINY, mx.float32)
@@ -51,7 +52,7 @@ def test_a_step_reads_what_plain_attention_reads(method):
 
 
 def test_a_step_by_the_attention_of_the_output_keeps_what_one_by_queries_keeps():
-    for method in kernels.METHODS:
+    for method in EVERY:
         config = config_of(method, TINY.budget)
         whole = plain = layers.full_state(config, TINY, mx.float32)
         for block in sides.blocks(TINY, 1, mx.float32, count=12, seed=5):
@@ -67,7 +68,7 @@ def test_attending_only_leaves_the_state_alone():
     assert [state.slots.positions.tolist() for state in made.states] == before
 
 
-@pytest.mark.parametrize("method", ["h2o", "keyformer additive"])
+@pytest.mark.parametrize("method", ["h2o", "keyformer additive", "cam", "cam nearest"])
 def test_attending_and_evicting_apart_comes_to_the_same(method):
     config = config_of(method, TINY.budget)
     assert layers.ranks_by_output(config)
@@ -133,7 +134,7 @@ def test_a_group_from_case_to_table(group, tmp_path, capsys):
     assert (told["errors"], told["left_out"], told["quick"]) == ({}, [], True)
     assert {row["group"] for row in told["rows"]} == {group}
     assert {"gpu", "versions", "device"} <= set(told["machine"])
-    assert {name.split(", ")[0] for name in told["launches"]} == {*kernels.METHODS, "h2o age-normalised"}
+    assert {name.split(", ")[0] for name in told["launches"]} == {*EVERY}
     tables.main([str(file), "--into", str(results)])
     method = told["rows"][0]["method"]
     assert f"| {method} | 2 |" in results.read_text()
