@@ -122,10 +122,7 @@ def our_counts(state: Any) -> tuple[int, int]:
 
 def ranks_by_output(config: Retention) -> bool:
     """Whether the method ranks by the mass that `ops.attend` returns beside the output."""
-    absolute = isinstance(config.placement, Absolute)
-    return (isinstance(config, h2o.Config) and absolute) or (
-        isinstance(config, keyformer.Config) and config.noise == "additive"
-    )
+    return isinstance(config, h2o.Config) or (isinstance(config, keyformer.Config) and config.noise == "additive")
 
 
 def _attention(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
