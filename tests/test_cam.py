@@ -6,7 +6,7 @@ import pytest
 
 import veloxfn
 from veloxfn import cam, draws, h2o
-from veloxfn.disposal import merge_probability
+from veloxfn.ops.merge_targets import merge_probability
 
 
 def stream(count, rows=1, groups=1, dim=4, seed=0):

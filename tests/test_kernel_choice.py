@@ -8,7 +8,7 @@ import pytest
 from veloxfn import ops
 from veloxfn.ops import launch
 from veloxfn.ops.launch import BACKENDS, backend_for
-from veloxfn.ops.merge_targets import Rule
+from veloxfn.ops.merge_targets import MergeRule
 
 THERE = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available()}
 POSITIONS, SEEN, KEYS = mx.array([[0, 1, 2]], mx.int32), mx.array([3], mx.int32), mx.ones((1, 3, 4))
@@ -23,7 +23,7 @@ CALLS = {
     "attention_mass": lambda **asked: ops.attention_mass(QUERIES, KEYS, POSITIONS, UNTIL, **asked),
     "evict_step": lambda **asked: ops.evict_step(POSITIONS, SEEN, None, **STEP, **asked),
     "merge_targets": lambda **asked: ops.merge_targets(
-        Rule(), POSITIONS, mx.array([[-1, 1, 2]], mx.int32), mx.ones((1, 3)), KEYS, None, STREAMS, **asked
+        MergeRule(), POSITIONS, mx.array([[-1, 1, 2]], mx.int32), mx.ones((1, 3)), KEYS, None, STREAMS, **asked
     ),
     "window_step": lambda **asked: ops.window_step(
         mx.ones((1, 2, 3)),

@@ -112,3 +112,23 @@ def test_keyformer_at_no_temperature_keeps_what_h2o_keeps(forced):
     stream = grid_stream((4, *[1] * 8), seed=4)
     noisy = keyformer.policy(keyformer.Config(budget=5, sink=1, noise="additive", tau=0.0, recent=1))
     laws.law_collapses(noisy, h2o.policy(h2o.Config(budget=5, sink=1, recent=1)), stream)
+
+
+def test_a_disposal_of_ones_own_is_not_passed_over(forced, monkeypatch):
+    """A block with cadence "token" is one launch only where nothing becomes of the losers."""
+    ranking = h2o.ranking
+
+    def given_to_the_first(state, left):
+        slots = state.slots
+        lost = ((left < 0) & (slots.positions >= 0))[..., None]
+        gift = mx.sum(mx.where(lost, slots.values, 0), axis=1, keepdims=True)
+        return state._replace(slots=slots._replace(values=slots.values + gift * (slots.positions == 0)[..., None]))
+
+    monkeypatch.setattr(h2o, "ranking", lambda *given: ranking(*given)._replace(dispose=given_to_the_first))
+    config = h2o.Config(**FEW, cadence="token", decay=0.875)  # no other test's: steps that were traced are kept
+    policy, stream = h2o.policy(config), grid_stream((4, 4, 1, 4))
+    have = run(policy, stream)
+    monkeypatch.setattr(launch, "FORCED", "reference")
+    want = run(policy, stream)
+    assert_same_state(have, want, "kernels against reference", merged=True)
+    assert not np.allclose(floats(want.slots.values)[:, 0], np.array(stream.values)[:, 0], atol=1.0)

@@ -6,16 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from veloxfn.ops.merge_targets import Rule, merge_targets
+from veloxfn.ops.merge_targets import MergeRule, merge_targets
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 RULES = {
-    "window": Rule(following=4),
-    "window, gate": Rule(following=4, seed=7),
-    "long window, gate": Rule(following=1000, seed=7),
-    "window, similar": Rule(following=40, similar=True, seed=2**63 + 5, whole=True),
-    "nearest": Rule(nearest=True, sink=2, seed=7),
-    "nearest, similar": Rule(nearest=True, similar=True, sink=1, whole=True),
+    "window": MergeRule(following=4),
+    "window, gate": MergeRule(following=4, seed=7),
+    "long window, gate": MergeRule(following=1000, seed=7),
+    "window, similar": MergeRule(following=40, similar=True, seed=2**63 + 5, whole=True),
+    "nearest": MergeRule(nearest=True, sink=2, seed=7),
+    "nearest, similar": MergeRule(nearest=True, similar=True, sink=1, whole=True),
 }
 
 
@@ -108,14 +108,14 @@ def test_by_hand(backend):
         return given(merging, 7)[0].tolist(), merging
 
     third = float(np.float32(1 / 3))
-    assert made(Rule(following=32))[0] == [third, 0, 0, 0, third, third, 0]
-    assert made(Rule(following=2))[0] == [0, 0, 0, 0, 0.5, 0.5, 0]
-    assert np.allclose(made(Rule(following=2, similar=True))[0], [0, 0, 0, 0, 0.75, 2.0, 0])
-    weights, merging = made(Rule(nearest=True))
+    assert made(MergeRule(following=32))[0] == [third, 0, 0, 0, third, third, 0]
+    assert made(MergeRule(following=2))[0] == [0, 0, 0, 0, 0.5, 0.5, 0]
+    assert np.allclose(made(MergeRule(following=2, similar=True))[0], [0, 0, 0, 0, 0.75, 2.0, 0])
+    weights, merging = made(MergeRule(nearest=True))
     assert weights == [0, 0, 0, 1, 0, 0, 0]
     assert merging.mass.tolist() == [[4, 1, 0, 10, 2, 3, 5]]
-    assert made(Rule(nearest=True, sink=1))[0] == [0, 0, 0, 0, 0, 1, 0]
-    assert mx.array_equal(made(Rule(following=2))[1].mass, mass)
+    assert made(MergeRule(nearest=True, sink=1))[0] == [0, 0, 0, 0, 0, 1, 0]
+    assert mx.array_equal(made(MergeRule(following=2))[1].mass, mass)
 
 
 def test_equal_cosines_go_to_the_oldest(backend):
@@ -123,7 +123,7 @@ def test_equal_cosines_go_to_the_oldest(backend):
     left = mx.array([[7, 3, 5, -1]], mx.int32)
     keys = mx.array([[[1, 1], [2, 2], [4, 4], [1, 1]]], mx.float32)
     made = merge_targets(
-        Rule(nearest=True), positions, left, mx.ones((1, 4)), keys, keys, mx.array([0], mx.uint32), backend=backend
+        MergeRule(nearest=True), positions, left, mx.ones((1, 4)), keys, keys, mx.array([0], mx.uint32), backend=backend
     )
     assert given(made, 4).tolist() == [[0, 1, 0, 0]]
 
@@ -144,6 +144,22 @@ def test_what_is_not_finite_is_not_merged_and_does_not_leak(backend, rule, bad, 
     assert np.isfinite(dense).all()
 
 
+def test_positions_that_repeat_are_nonsense_that_stays_in_its_row(backend):
+    positions, left = mx.array([[5, 5, 5, 1]] * 2, mx.int32), mx.array([[5, 5, 5, -1]] * 2, mx.int32)
+    made = merge_targets(
+        MergeRule(following=1),
+        positions,
+        left,
+        mx.ones((2, 4)),
+        mx.ones((2, 4, 1)),
+        None,
+        mx.zeros((2,), mx.uint32),
+        backend=backend,
+    )
+    assert made.into.shape == (2, 1)
+    assert mx.all((made.into >= 0) & (made.into < 3))
+
+
 def test_rows_are_independent(backend):
     arguments = case(6, 30, seed=5)
     for rule in RULES.values():
@@ -156,10 +172,25 @@ def test_rows_are_independent(backend):
 def test_nonsense_is_refused(backend):
     positions, left, mass, values, keys, streams = case(2, 6)
     with pytest.raises(ValueError, match=r"left must be \[N, n\] = \[2, 6\]"):
-        merge_targets(Rule(), positions, left[:, :5], mass, values, None, streams, backend=backend)
+        merge_targets(MergeRule(), positions, left[:, :5], mass, values, None, streams, backend=backend)
     with pytest.raises(ValueError, match="needs keys"):
-        merge_targets(Rule(nearest=True), positions, left, mass, values, None, streams, backend=backend)
+        merge_targets(MergeRule(nearest=True), positions, left, mass, values, None, streams, backend=backend)
+    for name, rule in {
+        "following must be >= 1": MergeRule(following=0),
+        "sink must be >= 0": MergeRule(nearest=True, sink=-1),
+        "seed must be <= ": MergeRule(seed=2**64),
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            merge_targets(rule, positions, left, mass, values, keys, streams, backend=backend)
+    with pytest.raises(ValueError, match=r"positions must hold rows and slots, got \[N, n\] = \[2, 0\]"):
+        merge_targets(MergeRule(), *(one[:, :0] for one in (positions, left, mass, values, keys)), streams)
+    for missing, name in enumerate(("positions", "left", "mass", "values")):
+        given = [None if i == missing else one for i, one in enumerate((positions, left, mass, values))]
+        with pytest.raises(TypeError, match=f"{name} must be an mx.array"):
+            merge_targets(MergeRule(), *given, keys, streams, backend=backend)
+    with pytest.raises(TypeError, match=r"streams must be an mx\.array"):
+        merge_targets(MergeRule(seed=1), positions, left, mass, values, keys, None, backend=backend)
     with pytest.raises(TypeError, match="mass must be float32"):
-        merge_targets(Rule(), positions, left, mass.astype(mx.float16), values, None, streams, backend=backend)
+        merge_targets(MergeRule(), positions, left, mass.astype(mx.float16), values, None, streams, backend=backend)
     with pytest.raises(TypeError, match="the dtype of keys must be float32"):
-        merge_targets(Rule(), positions, left, mass, values, keys.astype(mx.int32), streams, backend=backend)
+        merge_targets(MergeRule(), positions, left, mass, values, keys.astype(mx.int32), streams, backend=backend)

@@ -47,10 +47,13 @@ def test_kernel_equals_reference(backend, rows, length, kernel, pooling):
         compared(case(rows + 1, length, grid=grid), backend, kernel=kernel, pooling=pooling)
 
 
-@pytest.mark.parametrize("size", [1, 3, 32, 40])
+@pytest.mark.parametrize("size", [1, 3, 6, 7, 32, 40])
 def test_windows_of_any_size(backend, size):
+    """On a grid as well, where ties occur: a mean is a sum divided, not multiplied by what 1 / w rounds to."""
     for seed in range(4):
         compared(case(3, 40, size, seed), backend, recent=size)
+        for kernel in (1, 3):
+            compared(case(60, 5, size, seed, free=0.0, grid=True), backend, kernel=kernel, sink=0, recent=1)
 
 
 def test_a_full_row_loses_one_and_only_the_padded_or_open_ones_none(backend):
@@ -95,6 +98,12 @@ def test_what_is_not_finite(backend, bad, kernel, pooling):
     compared(arguments, backend, kernel=kernel, pooling=pooling)
 
 
+def test_a_kernel_that_reaches_beyond_all_slots(backend):
+    arguments = case(3, 20, free=0.0)
+    wide = compared(arguments, backend, kernel=41)
+    assert mx.array_equal(compared(arguments, backend, kernel=2**40 + 1)[1], wide[1])
+
+
 def test_all_protected_but_one(backend):
     arguments = case(2, 9, free=0.0)
     positions = mx.array([[0, 1, 2, 3, 4, 17, 16, 15, 14]] * 2, mx.int32)
@@ -112,5 +121,14 @@ def test_nonsense_is_refused(backend):
         window_step(window, attention, positions, seen, arrived, **{**SETTINGS, "kernel": 4}, backend=backend)
     with pytest.raises(ValueError, match="pooling must be one of"):
         window_step(window, attention, positions, seen, arrived, **{**SETTINGS, "pooling": "sum"}, backend=backend)
+    with pytest.raises(ValueError, match=r"window must hold rows, queries and slots, got \[N, w, n\] = \[2, 0, 6\]"):
+        window_step(window[:, :0], attention, positions, seen, arrived, **SETTINGS, backend=backend)
+    with pytest.raises(TypeError, match=r"recent must be an int, got 1\.5"):
+        window_step(window, attention, positions, seen, arrived, **{**SETTINGS, "recent": 1.5}, backend=backend)
+    for missing in range(5):
+        given = [None if i == missing else one for i, one in enumerate((window, attention, positions, seen, arrived))]
+        name = ("window", "attention", "positions", "seen", "arrived")[missing]
+        with pytest.raises(TypeError, match=f"{name} must be an mx.array"):
+            window_step(*given, **SETTINGS, backend=backend)
     with pytest.raises(TypeError, match="arrived must be int32"):
         window_step(window, attention, positions, seen, arrived.astype(mx.int64), **SETTINGS, backend=backend)

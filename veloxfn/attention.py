@@ -23,8 +23,8 @@ def attend(
 ) -> tuple[mx.array, S]:
     """Attention of the block that was absorbed last, then `evict`: what stands between `absorb` and the next layer.
 
-    Where the block is one token, the weights are computed once for both, if the method ranks by them; on a GPU all of
-    it is two launches.
+    Where the block is one token, the weights are computed once for both, if the method ranks by them. On a GPU all of
+    it is two launches with H2O, Keyformer, TOVA, K-norm and StreamingLLM, and two more with CaM and SnapKV.
 
     Args:
         policy: a method with its config bound.

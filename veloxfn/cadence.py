@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from veloxfn.base import Retention, Slots, State
 from veloxfn.binding import ranking_of
+from veloxfn.disposal import drop
 from veloxfn.ops import Temper
 from veloxfn.ops.fold_tokens import Noise, fits, fold_tokens
 from veloxfn.ops.fusion import fused
@@ -185,7 +186,7 @@ def _foldable(config: Retention, evict: Callable[..., Any] | None = None) -> Cal
 
 def _rule_of(ranking: Ranking, slots: Slots) -> _Rule | None:
     """The rule of the block that awaits eviction; None where `fold_tokens` has none."""
-    if not ranking.attended or ranking.keep_low or ranking.column not in (None, "mass"):
+    if not ranking.attended or ranking.keep_low or ranking.column not in (None, "mass") or ranking.dispose is not drop:
         return None
     noise = None
     if ranking.noise is not None and ranking.schedule is not None:

@@ -72,16 +72,11 @@ class Config(h2o.Config):
         """Whether what is evicted leaves something in the rows that stay."""
         return self.merge != "off"
 
-    @property
-    def compares_keys(self) -> bool:
-        """Whether merging looks at keys."""
-        return self.targets == "nearest" or self.merge == "similarity"
-
     def __post_init__(self) -> None:
         """Validate the settings."""
         super().__post_init__()
         checks.choice("targets", self.targets, ("window", "nearest"))
-        checks.integer("target_count", self.target_count, low=1)
+        checks.integer("target_count", self.target_count, low=1, high=2**30)
         checks.choice("merge", self.merge, ("sum", "similarity", "mean", "off"))
         for name in ("normalise", "gate", "merge_keys"):
             checks.flag(name, getattr(self, name))
@@ -120,7 +115,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     """By what a state that has absorbed a block is ranked, as H2O, and what becomes of the losers."""
     how = h2o.ranking(config, state, heads)
-    return how if config.merge == "off" else how._replace(dispose=merge(config))
+    return how._replace(dispose=merge(config)) if config.merges_losers else how
 
 
 def update_batched(

@@ -26,7 +26,9 @@ __all__ = [
     "number",
     "odd",
     "operand",
+    "required",
     "slot_columns",
+    "slots_of",
     "window",
 ]
 
@@ -118,8 +120,12 @@ def array(name: str, value: object, letters: str, shape: Sequence[int | None]) -
 
 def operand(name: str, value: object, letters: str, shape: Sequence[int | None], *dtypes: mx.Dtype) -> None:
     """Raise unless `value` is None or an mx.array of the shape and of one of the types: kernels cannot tell."""
-    if value is None:
-        return
+    if value is not None:
+        required(name, value, letters, shape, *dtypes)
+
+
+def required(name: str, value: object, letters: str, shape: Sequence[int | None], *dtypes: mx.Dtype) -> None:
+    """`operand` that may not be None."""
     array(name, value, letters, shape)
     if cast(mx.array, value).dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)
@@ -141,11 +147,11 @@ def attention(
     if not groups or not count:
         raise ValueError(f"queries must have heads and tokens, got G={groups}, S={count}")
     kinds = (mx.float32, mx.float16, mx.bfloat16)
-    operand("queries", queries, "[N, G, S, D]", (None, None, None, None), *kinds)
-    operand("keys", keys, "[N, n, D]", (rows, None, dim), *kinds)
+    required("queries", queries, "[N, G, S, D]", (None, None, None, None), *kinds)
+    required("keys", keys, "[N, n, D]", (rows, None, dim), *kinds)
     length = cast(mx.array, keys).shape[1]
     operand("values", values, "[N, n, Dv]", (rows, length, None), *kinds)
-    operand("positions", positions, "[N, n]", (rows, length), mx.int32)
+    required("positions", positions, "[N, n]", (rows, length), mx.int32)
     if until is None and count > length:
         raise ValueError(f"S must be at most n without until, got S={count}, n={length}")
     operand("until", until, "[N, S]", (rows, count), mx.int32)
@@ -153,11 +159,17 @@ def attention(
     operand("names", names, "[N, G, S]", (rows, groups, count), mx.uint64)
 
 
+def slots_of(positions: object) -> tuple[int, int]:
+    """N and n; raise unless positions [N, n] are int32."""
+    required("positions", positions, "[N, n]", (None, None), mx.int32)
+    rows, length = cast(mx.array, positions).shape
+    return rows, length
+
+
 def slot_columns(positions: object, seen: object, **columns: object) -> None:
     """Raise unless positions [N, n] and seen [N] are int32, and the columns [N, n] float32 or None."""
-    operand("positions", positions, "[N, n]", (None, None), mx.int32)
-    rows, length = cast(mx.array, positions).shape
-    operand("seen", seen, "[N]", (rows,), mx.int32)
+    rows, length = slots_of(positions)
+    required("seen", seen, "[N]", (rows,), mx.int32)
     for name, column in columns.items():
         operand(name, column, "[N, n]", (rows, length), mx.float32)
 

@@ -8,14 +8,14 @@ import mlx.core as mx
 
 from veloxfn import ops
 from veloxfn.base import Slots, State
-from veloxfn.ops.merge_targets import Rule, Side, finite, merge_probability, weights
+from veloxfn.ops.merge_targets import MergeRule, Side, finite, merge_weights
 from veloxfn.placement import Rope, ranks, rope_for, rotate, seen_keys
 from veloxfn.slots import with_slots
 
 if TYPE_CHECKING:
     from veloxfn import cam
 
-__all__ = ["Dispose", "drop", "merge", "merge_probability"]
+__all__ = ["Dispose", "drop", "merge"]
 
 S = TypeVar("S", bound=State)
 
@@ -45,10 +45,11 @@ def merge(config: cam.Config) -> Dispose:
 
     Loser i has m targets; each takes the weight a: 1 / m with merge "sum" and "mean", w / (1 - w) / m with
     "similarity", w = cosine of the keys, clipped to [0, 1]. A survivor becomes (v + sum a v_i) / (1 + sum a), or
-    v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with `merge_probability`.
+    v + sum a v_i with "sum" and normalise=False. Whether a loser is merged at all is drawn with
+    `veloxfn.ops.merge_targets.merge_probability`.
     A loser whose mass or content is not finite is dropped; a survivor that takes nothing stays bit for bit.
     """
-    rule = Rule(
+    rule = MergeRule(
         nearest=config.targets == "nearest",
         following=config.target_count,
         similar=config.merge == "similarity",
@@ -72,7 +73,7 @@ def _divides(config: cam.Config) -> bool:
     return config.normalise or config.merge != "sum"
 
 
-def _one_merged(config: cam.Config, rule: Rule, state: Any, left: mx.array, seen: mx.array | None) -> Any:
+def _one_merged(config: cam.Config, rule: MergeRule, state: Any, left: mx.array, seen: mx.array | None) -> Any:
     """The state after an eviction of one token per row, keys where they arrived."""
     slots = state.slots
     made = ops.merge_targets(rule, slots.positions, left, state.mass, slots.values, seen, slots.streams)
@@ -96,7 +97,7 @@ class _Tokens(NamedTuple):
 
 
 def _merged(
-    config: cam.Config, rule: Rule, state: Any, left: mx.array, seen: mx.array | None, rope: Rope | None
+    config: cam.Config, rule: MergeRule, state: Any, left: mx.array, seen: mx.array | None, rope: Rope | None
 ) -> Any:
     """The state after an eviction of any number of tokens."""
     slots = state.slots
@@ -116,7 +117,7 @@ def _merged(
         if start:
             part = part._replace(mass=mx.depends([part.mass], [taken])[0])  # one tile in memory at a time
         content = losers.content[:, now]
-        targets, shares = weights(rule, slots.streams, part, survivors.side, finite(content))
+        targets, shares = merge_weights(rule, slots.streams, part, survivors.side, finite(content))
         content = mx.concatenate([mx.ones((*part.mass.shape, 1)), _or_zero(content)], axis=2)
         taken = taken + shares.swapaxes(1, 2) @ content
         mass = mass + (_or_zero(part.mass)[:, None] @ targets).squeeze(1)

@@ -77,6 +77,11 @@ class Config(Retention):
         """Whether `evict` must be given the block's queries (or attention)."""
         return self.scorer.needs_queries
 
+    @property
+    def merges_losers(self) -> bool:
+        """Whether what is evicted leaves something in the rows that stay."""
+        return self.scorer.merges_losers
+
     def __post_init__(self) -> None:
         """Agree with the scorer, and validate the budgets."""
         given = {name: getattr(self, name) for name in _SHARED if getattr(self, name) is not None}

@@ -77,7 +77,8 @@ class State(NamedTuple):
     """Slots and the attention that each received from the last queries."""
 
     slots: Slots
-    window: mx.array  # [N, w, n] float32, a ring: row p % w is the query at position p
+    # [N, w, n] float32, a ring: row p % w is the query at position p; `evict` clears what an arrival's slot held.
+    window: mx.array
 
 
 def init_state(
@@ -185,7 +186,7 @@ def _retired(config: Config, state: State, window: mx.array) -> State:
     if base.positions.shape[1] <= config.budget:
         return slots.settle(state)
     importance = pooled(
-        window.mean(axis=1),
+        window,
         base.positions,
         base.seen,
         kernel=config.kernel,

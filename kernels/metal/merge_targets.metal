@@ -111,7 +111,7 @@ if (NEAREST) {
   for (uint j = lane; j < length; j += lanes) {
     const int position = left[start + j];
     const uint place = position > born ? uint(position) : 0x80000000u + j;
-    if (place <= low && !(loses && j == from)) into[row * TARGETS + before++] = int(j);
+    if (place <= low && !(loses && j == from) && before < uint(TARGETS)) into[row * TARGETS + before++] = int(j);
   }
 }
 threadgroup_barrier(mem_flags::mem_device);
@@ -133,7 +133,7 @@ for (uint k = group; k < uint(TARGETS); k += groups) {
   if (SIMILAR) {
     const float cosine = cosine_of(keys, first_key + from * D, first_key + slot * D, D, me, norm);
     const float share = isnan(cosine) ? 0.0f : min(max(cosine, 0.0f), 1.0f);
-    weight = product(weight, share / max(1.0f - share, 9.5367431640625e-7f));
+    weight = product(weight, share / max(1.0f - share, 9.5367431640625e-7f));  // 2**-20, as in the reference
   }
   if (me == 0) weights[row * TARGETS + k] = weight;
 }

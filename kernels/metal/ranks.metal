@@ -2,8 +2,8 @@
 //
 // order holds the slots of a row in the order of their positions, free ones first; a free one's rank is negative.
 
-const uint row = threadgroup_position_in_grid.y;
-const uint place = threadgroup_position_in_grid.x * threads_per_threadgroup.x + thread_position_in_threadgroup.x;
+const uint row = threadgroup_position_in_grid.x;
+const uint place = threadgroup_position_in_grid.y * threads_per_threadgroup.x + thread_position_in_threadgroup.x;
 const uint length = positions_shape[1];
 const uint start = row * length;
 

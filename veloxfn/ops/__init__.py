@@ -11,7 +11,7 @@ from veloxfn.ops.fold_tokens import fold_tokens
 from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import using
 from veloxfn.ops.merge_into import merge_into
-from veloxfn.ops.merge_targets import merge_targets
+from veloxfn.ops.merge_targets import MergeRule, merge_targets
 from veloxfn.ops.ranks import ranks
 from veloxfn.ops.rotate_by import rotate_by
 from veloxfn.ops.weakest import weakest
@@ -21,6 +21,7 @@ __all__ = [
     "Entry",
     "Gumbel",
     "KeyNorm",
+    "MergeRule",
     "Temper",
     "admit",
     "attend",

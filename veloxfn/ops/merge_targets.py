@@ -18,7 +18,17 @@ from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.noise import halves, hashed_uniform, names
 
-__all__ = ["KERNEL", "Merging", "Rule", "Side", "finite", "merge_probability", "merge_targets", "reference", "weights"]
+__all__ = [
+    "KERNEL",
+    "MergeRule",
+    "Merging",
+    "Side",
+    "finite",
+    "merge_probability",
+    "merge_targets",
+    "merge_weights",
+    "reference",
+]
 
 KERNEL = Kernel(
     "merge_targets",
@@ -30,7 +40,7 @@ _LEAST_OWN_SHARE = 2.0**-20  # of a survivor in a merge by similarity, so that e
 _LAST = 2**31 - 1
 
 
-class Rule(NamedTuple):
+class MergeRule(NamedTuple):
     """How losers find their targets."""
 
     nearest: bool = False  # the one survivor with the most similar key; else those that follow in time
@@ -64,7 +74,7 @@ class Merging(NamedTuple):
 
 
 def merge_targets(
-    rule: Rule,
+    rule: MergeRule,
     positions: mx.array,
     left: mx.array,
     mass: mx.array,
@@ -80,7 +90,7 @@ def merge_targets(
 
     Args:
         rule: how targets are found.
-        positions: [N, n] int32 of the slots before, -1 = free.
+        positions: [N, n] int32 of the slots before, below 2**30, -1 = free, the others different.
         left: [N, n] int32 after, -1 = free: the same but for at most one slot of each row.
         mass: [N, n] float32.
         values: [N, n, Dv].
@@ -92,14 +102,16 @@ def merge_targets(
         Slots, weights and masses: K = 1 with `nearest`, else min(following, n - 1).
 
     Raises:
-        ValueError: a wrong shape, or keys are missing.
+        ValueError: a wrong shape, no slots, keys are missing, or a number of the rule that is out of its range.
         TypeError: an array of another type.
     """
-    checks.operand("positions", positions, "[N, n]", (None, None), mx.int32)
-    rows, length = positions.shape
-    checks.operand("left", left, "[N, n]", (rows, length), mx.int32)
-    checks.operand("mass", mass, "[N, n]", (rows, length), mx.float32)
-    checks.operand("streams", streams, "[N]", (rows,), mx.uint32)
+    _check_rule(rule)
+    rows, length = checks.slots_of(positions)
+    if positions.size == 0:
+        raise ValueError(f"positions must hold rows and slots, got [N, n] = {list(positions.shape)}")
+    checks.required("left", left, "[N, n]", (rows, length), mx.int32)
+    checks.required("mass", mass, "[N, n]", (rows, length), mx.float32)
+    checks.required("streams", streams, "[N]", (rows,), mx.uint32)
     checks.array("values", values, "[N, n, Dv]", (rows, length, None))
     checks.floating("the dtype of values", values.dtype)
     if keys is not None:
@@ -147,12 +159,19 @@ def merge_targets(
     return Merging(made[0], made[1], made[2], made[3] if rule.nearest else mass)
 
 
-def _targets(rule: Rule, length: int) -> int:
+def _check_rule(rule: MergeRule) -> None:
+    checks.integer("following", rule.following, low=1, high=2**30)
+    checks.integer("sink", rule.sink, low=0)
+    if rule.seed is not None:
+        checks.integer("seed", rule.seed, low=0, high=2**64 - 1)
+
+
+def _targets(rule: MergeRule, length: int) -> int:
     return 1 if rule.nearest else min(rule.following, length - 1)
 
 
 def reference(
-    rule: Rule,
+    rule: MergeRule,
     positions: mx.array,
     left: mx.array,
     mass: mx.array,
@@ -182,7 +201,7 @@ def reference(
         into = mx.argpartition(later, count - 1, axis=1)[:, :count]
     whole = [values, keys] if rule.whole else [values]
     content = [mx.take_along_axis(cast(mx.array, one), lost[..., None], axis=1) for one in whole]
-    merged, shares = weights(rule, streams, loser, side(into, left), finite(*content))
+    merged, shares = merge_weights(rule, streams, loser, side(into, left), finite(*content))
     if rule.nearest:
         given = mx.where(merged > 0, loser.mass[..., None], 0).squeeze(1)
         mass = mx.put_along_axis(mass, into, mx.take_along_axis(mass, into, axis=1) + given, axis=1)
@@ -195,7 +214,9 @@ def finite(*content: mx.array) -> mx.array:
     return found[0] if len(found) == 1 else found[0] & found[1]
 
 
-def weights(rule: Rule, streams: mx.array, losers: Side, survivors: Side, whole: mx.array) -> tuple[mx.array, mx.array]:
+def merge_weights(
+    rule: MergeRule, streams: mx.array, losers: Side, survivors: Side, whole: mx.array
+) -> tuple[mx.array, mx.array]:
     """Which losers are merged into which survivors, and with which weight.
 
     Args:
@@ -237,7 +258,7 @@ def merge_probability(mass: mx.array, mean: mx.array) -> mx.array:
     return mx.where(mean == 0, (mass > 0).astype(mx.float32), ratio)
 
 
-def _targets_of(rule: Rule, losers: mx.array, survivors: mx.array, cosines: mx.array) -> mx.array:
+def _targets_of(rule: MergeRule, losers: mx.array, survivors: mx.array, cosines: mx.array) -> mx.array:
     """Whether each survivor is a target of each loser: [N, L, K] bool."""
     mine, theirs = losers[..., None], survivors[:, None]
     places = mx.arange(survivors.shape[1])
@@ -247,7 +268,7 @@ def _targets_of(rule: Rule, losers: mx.array, survivors: mx.array, cosines: mx.a
         return later & ((places < before + rule.following) | (later.shape[2] <= rule.following))
     able = (theirs >= rule.sink) & (mine >= 0) & mx.isfinite(cosines)
     nearest = mx.argmax(mx.where(able, cosines, -2.0), axis=2, keepdims=True)  # ties: the oldest
-    return able & (places == nearest)
+    return mx.where(places == nearest, able, False)  # not &, which `mx.vmap` gets wrong here
 
 
 def _cosines(some: mx.array, others: mx.array) -> mx.array:

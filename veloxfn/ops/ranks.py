@@ -24,18 +24,17 @@ def ranks(positions: mx.array, *, backend: str | None = None) -> mx.array:
     Returns:
         [N, n] int32; negative for a free slot.
     """
-    checks.operand("positions", positions, "[N, n]", (None, None), mx.int32)
+    rows, length = checks.slots_of(positions)
     backend = backend_for(backend)
     if backend == "reference" or positions.size == 0:
         return reference(positions)
-    rows, length = positions.shape
     return launch(
         KERNEL,
         backend,
         [positions, mx.argsort(positions, axis=1).astype(mx.uint32)],
         [(positions.shape, mx.int32)],
         template={},
-        groups=(-(-length // _LANES), rows, 1),
+        groups=(rows, -(-length // _LANES), 1),
         threads=_LANES,
     )[0]
 

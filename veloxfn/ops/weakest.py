@@ -40,7 +40,8 @@ def weakest(
     Returns:
         [N] int32.
     """
-    checks.slot_columns(positions, seen, importance=importance)
+    checks.slot_columns(positions, seen)
+    checks.required("importance", importance, "[N, n]", positions.shape, mx.float32)
     backend = backend_for(backend)
     if backend == "reference":
         return reference(importance, positions, seen, sink=sink, recent=recent)

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.constants import numbers
+from veloxfn.ops.fusion import fused
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.weakest import reference as weakest
 
@@ -56,16 +57,22 @@ def window_step(
         one, so that such a row loses nothing.
 
     Raises:
-        ValueError: a wrong shape, an even kernel or an unknown pooling.
+        ValueError: a wrong shape, no slots or no queries, an even kernel, an unknown pooling or a negative number.
         TypeError: an array of another type.
     """
-    checks.slot_columns(positions, seen, attention=attention)
+    checks.slot_columns(positions, seen)
     rows, length = positions.shape
-    checks.operand("window", window, "[N, w, n]", (rows, None, length), mx.float32)
-    checks.operand("arrived", arrived, "[N, 1]", (rows, 1), mx.int32)
+    checks.required("window", window, "[N, w, n]", (rows, None, length), mx.float32)
+    checks.required("attention", attention, "[N, n]", (rows, length), mx.float32)
+    checks.required("arrived", arrived, "[N, 1]", (rows, 1), mx.int32)
+    if window.size == 0:
+        raise ValueError(f"window must hold rows, queries and slots, got [N, w, n] = {list(window.shape)}")
     checks.odd("kernel", kernel)
     checks.choice("pooling", pooling, ("mean", "max"))
+    for name, value in (("sink", sink), ("recent", recent)):
+        checks.integer(name, value, low=0)
     backend = backend_for(backend)
+    kernel = _within(kernel, length)
     if backend == "reference":
         return reference(
             window, attention, positions, seen, arrived, kernel=kernel, pooling=pooling, sink=sink, recent=recent
@@ -108,7 +115,7 @@ def reference(
 ) -> tuple[mx.array, mx.array]:
     """`window_step` in MLX's own primitives."""
     window = observed(window, attention[:, None], mx.where(arrived >= 0, seen[:, None] - 1, -1), arrived)
-    importance = pooled(window.mean(axis=1), positions, seen, kernel=kernel, pooling=pooling, recent=recent)
+    importance = pooled(window, positions, seen, kernel=kernel, pooling=pooling, recent=recent)
     lost = weakest(importance, positions, seen, sink=sink, recent=recent)[:, None]
     return window, mx.where(numbers(positions.shape[1]) == lost, -1, positions)
 
@@ -126,25 +133,30 @@ def observed(window: mx.array, fresh: mx.array, when: mx.array, arrived: mx.arra
         [N, w, n].
     """
     size, count = window.shape[1], when.shape[1]
-    column = mx.broadcast_to(mx.maximum(arrived, 0)[:, None], (window.shape[0], size, 1))
-    known = mx.where(arrived[:, None] >= 0, 0.0, mx.take_along_axis(window, column, axis=2))
-    window = mx.put_along_axis(window, column, known, axis=2)
     if count == 1:
-        place = (mx.maximum(when, 0) % size)[..., None]
-        kept = mx.take_along_axis(window, place, axis=1)
-        return mx.put_along_axis(window, place, mx.where(when[..., None] >= 0, fresh, kept), axis=1)
+        return _observed(window, fresh, when[..., None], arrived[:, None], numbers(size)[:, None])
+    window = mx.where(numbers(window.shape[2]) == arrived[:, None], 0.0, window)
     hits = (when % size)[:, None] == numbers(size)[:, None]
     hits = hits & (when >= 0)[:, None]  # [N, w, T]: at most one per ring row
     source = mx.argmax(hits, axis=2)[..., None]
     return mx.where(mx.any(hits, axis=2, keepdims=True), mx.take_along_axis(fresh, source, axis=1), window)
 
 
+@fused
+def _observed(window: mx.array, fresh: mx.array, when: mx.array, arrived: mx.array, rows: mx.array) -> mx.array:
+    """The ring with one query: a pass over it, in place, where reading a row before it is written costs a copy."""
+    old = mx.where(numbers(window.shape[2]) == arrived, 0.0, window)
+    return mx.where((rows == when % window.shape[1]) & (when >= 0), fresh, old)
+
+
 def pooled(
-    received: mx.array, positions: mx.array, seen: mx.array, *, kernel: int, pooling: str, recent: int
+    window: mx.array, positions: mx.array, seen: mx.array, *, kernel: int, pooling: str, recent: int
 ) -> mx.array:
-    """What slots received [N, n], pooled over the past slots around each in time; arguments as for `window_step`."""
+    """Importance [N, n]: what slots received from the window, pooled in time; arguments as for `window_step`."""
+    received = window.sum(axis=1) / window.shape[1]  # not `mean`, which rounds 1 / w first
     if kernel == 1:
         return received
+    kernel = _within(kernel, positions.shape[1])
     past = (positions >= 0) & (positions < seen[:, None] - recent)
     order = mx.argsort(positions, axis=1)
     past, column = (mx.take_along_axis(one, order, axis=1) for one in (past, received))
@@ -155,6 +167,11 @@ def pooled(
     else:
         found = mx.sum(around, axis=0) / mx.maximum(mx.sum(_neighbours(past, kernel, False), axis=0), 1)
     return mx.put_along_axis(received, order, found, axis=1)
+
+
+def _within(kernel: int, length: int) -> int:
+    """The kernel, or the least one that reaches from each of so many slots to all."""
+    return min(kernel, 2 * length + 1)
 
 
 def _neighbours(column: mx.array, kernel: int, fill: float | bool) -> mx.array:
