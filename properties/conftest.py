@@ -14,7 +14,6 @@ settings.register_profile("dev", max_examples=5, deadline=None, suppress_health_
 # Not derandomised, which has no database: Hypothesis nests the settings of a parametrised test once per case, and looks
 # for the database through all of them, over a thousand here. `--hypothesis-seed=0` is deterministic, too.
 settings.register_profile("ci", max_examples=15, deadline=None, suppress_health_check=_SLOW_DRAWS)
-settings.register_profile("gate", max_examples=8, deadline=None, suppress_health_check=_SLOW_DRAWS)
 settings.register_profile("deep", max_examples=400, deadline=None, suppress_health_check=_SLOW_DRAWS)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
