@@ -21,8 +21,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 def pytest_configure(config: pytest.Config) -> None:
     """Somebody's own policy gets the thorough profile, unless one was asked for."""
     asked = os.environ.get("HYPOTHESIS_PROFILE") or config.getoption("--hypothesis-profile", None)
-    if config.getoption("--policy") and not asked:
+    target = config.getoption("--policy")
+    if not target:
+        return
+    if not asked:
         settings.load_profile("ci")
+    try:
+        load_subject(target)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise pytest.UsageError(
+            f"--policy {target}: {error} (modules are looked for in this folder and in those of PYTHONPATH)"
+        ) from error
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 0, or 130 when interrupted. Bad input exits with 2 and one line on stderr.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    options = _parser(serving=words[:1] == ["serve"]).parse_args(words)
+    options, unknown = _parser(serving=words[:1] == ["serve"]).parse_known_args(words)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments is None:
         _prefer_openblas()
     try:

@@ -99,3 +99,10 @@ def test_a_wrong_target_is_refused() -> None:
         load_subject("suspects")
     with pytest.raises(TypeError, match="Policy"):
         load_subject("suspects:ARGUMENTS")
+
+
+def test_a_target_that_is_not_found_is_one_line() -> None:
+    done = run_suite("nowhere:policy")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    (line,) = (done.stdout + done.stderr).strip().splitlines()
+    assert line.startswith("ERROR: --policy nowhere:policy: No module named 'nowhere' (modules are looked for in")
