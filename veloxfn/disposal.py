@@ -77,11 +77,11 @@ def _one_merged(config: cam.Config, rule: MergeRule, state: Any, left: mx.array,
     """The state after an eviction of one token per row, keys where they arrived."""
     slots = state.slots
     made = ops.merge_targets(rule, slots.positions, left, state.mass, slots.values, seen, slots.streams)
-    merged = [
-        ops.merge_into(buffer, made.lost, made.into, made.weights, normalise=_divides(config))
-        for buffer in ((slots.values, slots.keys) if config.merge_keys else (slots.values,))
-    ]
-    slots = slots._replace(values=merged[0], keys=merged[1] if config.merge_keys else slots.keys)
+
+    def merged(buffer: mx.array) -> mx.array:
+        return ops.merge_into(buffer, made.lost, made.into, made.weights, normalise=_divides(config))
+
+    slots = slots._replace(values=merged(slots.values), keys=merged(slots.keys) if config.merge_keys else slots.keys)
     return with_slots(state._replace(mass=made.mass), slots)
 
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
+from veloxfn.ops.ranks import live
 from veloxfn.ops.ranks import ranks as rank_slots
 from veloxfn.ops.rotate_by import rotate_by
 
@@ -105,9 +106,7 @@ Placement: TypeAlias = Absolute | Contiguous
 
 def live_count(slots: Slots) -> mx.array:
     """Tokens that the slots hold: [N] int32."""
-    if slots.positions.shape[1] == 0:  # MLX's CUDA back end does not sum nothing
-        return mx.zeros_like(slots.seen)
-    return (slots.positions >= 0).sum(axis=1).astype(mx.int32)
+    return live(slots.positions)
 
 
 def ranks(slots: Slots) -> mx.array:

@@ -24,9 +24,8 @@ import mlx.core as mx
 from veloxfn import cadence, checks, ops, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
-from veloxfn.evidence import attention_of_last
+from veloxfn.evidence import attention_mass, attention_of_last
 from veloxfn.ops.window_step import observed, pooled
-from veloxfn.placement import seen_keys
 from veloxfn.reading import get_kv
 from veloxfn.retention import freed, retire, steps
 
@@ -153,8 +152,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
         return cadence.replay(absorb, evict, config, state, queries)
     base, queries = state.slots, cast(mx.array, queries)
     if count == 1:
-        keys, when = seen_keys(config.placement, base), slots.arrival_positions(base)
-        return attended(config, state, ops.attention_mass(queries, keys, base.positions, when))
+        return attended(config, state, attention_mass(base, queries, placement=config.placement))
     ring = state.window.shape[1]  # of the config that the state was made with: another budget may mean another window
     fresh, when = attention_of_last(base, queries, min(count, ring), placement=config.placement)
     return _retired(config, state, observed(state.window, fresh, when, base.arrived[:, :1]))

@@ -39,6 +39,13 @@ inline Rank rank_of(float importance, int position, int seen, int sink, int rece
   return Rank{(kind << 30) | (place >> 2), (place << 30) | uint(position), slot};
 }
 
+// Where a slot comes when targets are chosen for a loser that was at `born`: slots after it in time by their positions,
+// then the others by their places, the loser's own slot `lost` never.
+inline uint turn_of(int position, int born, uint slot, uint lost) {
+  if (slot == lost) return 0xFFFFFFFFu;
+  return position > born ? uint(position) : 0x80000000u + slot;
+}
+
 // Importance of a slot: its mass, per query that has seen it where `age` > 0, plus noise (0 where there is none).
 inline float importance_of(float mass, int age, bool keep_low, float noise) {
   float importance = age > 0 ? mass / float(age) : mass;

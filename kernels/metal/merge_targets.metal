@@ -15,7 +15,6 @@ const uint group = simdgroup_index_in_threadgroup;
 const uint groups = lanes / 32;
 const uint length = positions_shape[1];
 const uint start = row * length;
-const ulong first_key = ulong(start) * D;
 threadgroup uint ranks[96];
 threadgroup float sums[32];
 
@@ -29,17 +28,18 @@ const bool loses = gone.slot < length;
 const uint from = loses ? gone.slot : 0u;
 const int born = loses ? positions[start + from] : -1;
 const float heavy = mass[start + from];
+const ulong lost_key = ulong(start + from) * D;
 float odd = 0.0f;
 for (uint d = lane; d < uint(DV); d += lanes) {
   if (!finite(float(values[ulong(start + from) * DV + d]))) odd = 1.0f;
 }
 if (WHOLE) {
   for (uint d = lane; d < uint(D); d += lanes) {
-    if (!finite(float(keys[first_key + from * D + d]))) odd = 1.0f;
+    if (!finite(float(keys[lost_key + d]))) odd = 1.0f;
   }
 }
 const bool whole = sum_of(odd, sums, lane, lanes) == 0.0f && finite(heavy);
-const float norm = NEAREST || SIMILAR ? norm_of(keys, first_key + from * D, D, me) : 0.0f;
+const float norm = NEAREST || SIMILAR ? norm_of(keys, lost_key, D, me) : 0.0f;
 
 // Its targets: how many, and the sum of their masses.
 float many = 0.0f;
@@ -50,7 +50,7 @@ if (NEAREST) {
   for (uint j = group; j < length; j += groups) {
     const int position = left[start + j];
     if (!loses || position < SINK) continue;
-    const float cosine = cosine_of(keys, first_key + from * D, first_key + j * D, D, me, norm);
+    const float cosine = cosine_of(keys, lost_key, ulong(start + j) * D, D, me, norm);
     const Rank other = Rank{0xFFFFFFFFu - ordinal(cosine), uint(position), j};
     if (finite(cosine) && below(other, nearest)) nearest = other;
   }
@@ -63,17 +63,14 @@ if (NEAREST) {
   }
   if (lane == 0) into[row] = int(target < length ? target : 0u);
 } else {
-  // Slots in the order in which they are chosen: those after the loser by their positions, then the others by their
-  // places. The TARGETS-th of them by bisection.
+  // The turn of the slot that is chosen last, by bisection.
   uint low = 0u;
   uint high = 0x7FFFFFFFu + length;
   while (low < high) {
     const uint middle = low + (high - low) / 2;
     float below_it = 0.0f;
     for (uint j = lane; j < length; j += lanes) {
-      const int position = left[start + j];
-      const uint place = position > born ? uint(position) : 0x80000000u + j;
-      if (place <= middle && !(loses && j == from)) below_it = below_it + 1.0f;
+      if (turn_of(left[start + j], born, j, gone.slot) <= middle) below_it = below_it + 1.0f;
     }
     if (sum_of(below_it, sums, lane, lanes) >= float(TARGETS)) {
       high = middle;
@@ -84,8 +81,7 @@ if (NEAREST) {
   uint mine = 0u;
   for (uint j = lane; j < length; j += lanes) {
     const int position = left[start + j];
-    const uint place = position > born ? uint(position) : 0x80000000u + j;
-    if (place <= low && !(loses && j == from)) {
+    if (turn_of(position, born, j, gone.slot) <= low) {
       mine++;
       if (position > born) {
         const float mass_there = mass[start + j];
@@ -109,9 +105,8 @@ if (NEAREST) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint g = 0; g < group; g++) before += ranks[g];
   for (uint j = lane; j < length; j += lanes) {
-    const int position = left[start + j];
-    const uint place = position > born ? uint(position) : 0x80000000u + j;
-    if (place <= low && !(loses && j == from) && before < uint(TARGETS)) into[row * TARGETS + before++] = int(j);
+    const bool chosen = turn_of(left[start + j], born, j, gone.slot) <= low;
+    if (chosen && before < uint(TARGETS)) into[row * TARGETS + before++] = int(j);
   }
 }
 threadgroup_barrier(mem_flags::mem_device);
@@ -131,7 +126,7 @@ for (uint k = group; k < uint(TARGETS); k += groups) {
   const bool takes = merged && (NEAREST ? target < length : left[start + slot] > born);
   float weight = takes ? 1.0f / max(many, 1.0f) : 0.0f;
   if (SIMILAR) {
-    const float cosine = cosine_of(keys, first_key + from * D, first_key + slot * D, D, me, norm);
+    const float cosine = cosine_of(keys, lost_key, ulong(start + slot) * D, D, me, norm);
     const float share = isnan(cosine) ? 0.0f : min(max(cosine, 0.0f), 1.0f);
     weight = product(weight, share / max(1.0f - share, 9.5367431640625e-7f));  // 2**-20, as in the reference
   }

@@ -12,6 +12,7 @@ from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 from veloxfn.ops.noise import halves, hashed_gumbel, names
+from veloxfn.ops.ranks import live
 
 __all__ = ["KERNEL", "Admitted", "Entry", "Gumbel", "KeyNorm", "admit", "entries_of", "reference"]
 
@@ -154,13 +155,8 @@ def reference(
         mx.where(here, coming, positions),
         seen + 1,
         tuple(mx.where(here, entries_of(entry, coming), column) for column, entry in columns),
-        None if rotations is None else mx.where(here, _live(positions), rotations),
+        None if rotations is None else mx.where(here, live(positions)[:, None], rotations),
     )
-
-
-def _live(positions: mx.array) -> mx.array:
-    """Tokens that the slots [N, n] hold: [N, 1] int32."""
-    return mx.sum(positions >= 0, axis=1, keepdims=True).astype(mx.int32)
 
 
 def entries_of(entry: Entry, coming: mx.array) -> mx.array | float:

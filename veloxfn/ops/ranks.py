@@ -1,4 +1,4 @@
-"""The rank of every slot among the live ones of its row, by position."""
+"""The live slots of a row: how many there are, and the rank of each by position."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.launch import Kernel, backend_for, launch
 
-__all__ = ["KERNEL", "ranks", "reference"]
+__all__ = ["KERNEL", "live", "ranks", "reference"]
 
 KERNEL = Kernel("ranks", ("positions", "order"), ("rank",))
 
@@ -43,5 +43,12 @@ def reference(positions: mx.array) -> mx.array:
     """`ranks` in MLX's own primitives."""
     order = mx.argsort(positions, axis=1)
     place = mx.broadcast_to(mx.arange(positions.shape[1], dtype=mx.int32), positions.shape)
-    free = (positions < 0).sum(axis=1, keepdims=True).astype(mx.int32)
-    return mx.put_along_axis(mx.zeros_like(place), order, place, axis=1) - free
+    free = positions.shape[1] - live(positions)
+    return mx.put_along_axis(mx.zeros_like(place), order, place, axis=1) - free[:, None]
+
+
+def live(positions: mx.array) -> mx.array:
+    """Number of live slots among positions [N, n]: [N] int32."""
+    if positions.shape[1] == 0:  # MLX's CUDA back end does not sum nothing
+        return mx.zeros((positions.shape[0],), mx.int32)
+    return (positions >= 0).sum(axis=1).astype(mx.int32)

@@ -72,7 +72,6 @@ def window_step(
     for name, value in (("sink", sink), ("recent", recent)):
         checks.integer(name, value, low=0)
     backend = backend_for(backend)
-    kernel = _within(kernel, length)
     if backend == "reference":
         return reference(
             window, attention, positions, seen, arrived, kernel=kernel, pooling=pooling, sink=sink, recent=recent
@@ -90,7 +89,7 @@ def window_step(
         ],
         [(window.shape, mx.float32), (positions.shape, mx.int32), (positions.shape, mx.float32)],
         template={
-            "KERNEL": kernel,
+            "KERNEL": _within(kernel, length),
             "HIGHEST": pooling == "max",
             "SINK": sink,
             "RECENT": recent,
