@@ -68,11 +68,25 @@ template <typename To, typename From> __device__ __forceinline__ To as_type(From
 // A product that is rounded by itself, never fused with an addition behind it.
 __device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 
+// n elements, in registers as they came.
+template <typename T, int n> struct alignas(n * sizeof(T) <= 16 ? n * sizeof(T) : 16) Packed { T at[n]; };
+
+// Elements at .. at + n - 1 of a row of `dims`, 0 behind its end: one load where n divides dims. n is a power of two, n
+// elements are 16 bytes at most, and `at` is a multiple of n.
+template <typename T, int n, int dims> __device__ __forceinline__ Packed<T, n> load_packed(const T* row, uint at) {
+  Packed<T, n> x;
+  if constexpr (dims % n == 0) {
+    if (at < dims) return *reinterpret_cast<const Packed<T, n>*>(row + at);
+  }
+#pragma unroll
+  for (int i = 0; i < n; i++) x.at[i] = dims % n != 0 && at + i < dims ? row[at + i] : T(0.0f);
+  return x;
+}
+
 // n consecutive elements at `from` as float in to[0 .. n - 1]; n is a power of two where it matters, and `from` aligned to it.
-template <int n, typename E> struct alignas(n * sizeof(E) <= 16 ? n * sizeof(E) : 16) Packed { E at[n]; };
 template <int n, typename E, typename A> __device__ __forceinline__ void load_floats(const E* from, A to) {
   if constexpr ((n & (n - 1)) == 0) {
-    const Packed<n, E> packed = *reinterpret_cast<const Packed<n, E>*>(from);
+    const Packed<E, n> packed = *reinterpret_cast<const Packed<E, n>*>(from);
 #pragma unroll
     for (int i = 0; i < n; i++) to[i] = float(packed.at[i]);
   } else {

@@ -584,15 +584,33 @@ using namespace metal;
 // A product that is rounded by itself: the compiler is told to fuse nothing.
 inline float product(float a, float b) { return a * b; }
 
-// n consecutive elements at `from` as float in to[0 .. n - 1]; where n is a power of two, `from` is aligned to them.
-template <int n, typename T, typename A> inline void load_floats(host::checked<T> from, A&& to) {
+namespace host {
+// What CUDA reads by one load begins at a multiple of its size, up to 16 bytes.
+template <int n, typename T> inline void aligned(checked<T> from, const char* by) {
   constexpr long bytes = n * sizeof(T) < 16 ? n * sizeof(T) : 16;
   const long offset = (long)(uintptr_t)from.at - (long)(uintptr_t)from.of->base;
-  if ((n & (n - 1)) == 0 && offset % bytes)
-    host::fault("misaligned: load_floats<%d> from index %ld of device array '%s'", n, offset / (long)sizeof(T), from.of->name);
-  for (int i = 0; i < n; i++) to[i] = float(from[i]);
+  if (offset % bytes)
+    fault("misaligned: %s<%d> from index %ld of device array '%s'", by, n, offset / (long)sizeof(T), from.of->name);
 }
-template <int n, typename T, typename A> inline void load_floats(T* from, A&& to) {
+template <int n, typename T> inline void aligned(T*, const char*) {}
+}  // namespace host
+
+// n elements, in registers as they came.
+template <typename T, int n> struct Packed { T at[n]; };
+
+// Elements at .. at + n - 1 of a row of `dims`, 0 behind its end. n is a power of two, n elements are 16 bytes at most, and
+// `at` is a multiple of n.
+template <typename T, int n, int dims, typename P> inline Packed<T, n> load_packed(P row, uint at) {
+  static_assert((n & (n - 1)) == 0 && n * sizeof(T) <= 16, "load_packed takes a power of two, 16 bytes at most");
+  if (dims % n == 0 && at < uint(dims)) host::aligned<n>(row + at, "load_packed");
+  Packed<T, n> x;
+  for (int i = 0; i < n; i++) x.at[i] = at + i < uint(dims) ? T(row[at + i]) : T(0.0f);
+  return x;
+}
+
+// n consecutive elements at `from` as float in to[0 .. n - 1]; where n is a power of two, `from` is aligned to them.
+template <int n, typename P, typename A> inline void load_floats(P from, A&& to) {
+  if ((n & (n - 1)) == 0) host::aligned<n>(from, "load_floats");
   for (int i = 0; i < n; i++) to[i] = float(from[i]);
 }
 

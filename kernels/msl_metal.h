@@ -8,6 +8,20 @@ inline float product(float a, float b) {
   return a * b;
 }
 
+// n elements, in registers as they came.
+template <typename T, int n>
+struct Packed {
+  T at[n];
+};
+
+// Elements at .. at + n - 1 of a row of `dims`, 0 behind its end.
+template <typename T, int n, int dims, typename P>
+inline Packed<T, n> load_packed(P row, uint at) {
+  Packed<T, n> x;
+  for (int i = 0; i < n; i++) x.at[i] = at + i < uint(dims) ? T(row[at + i]) : T(0.0f);
+  return x;
+}
+
 // n consecutive elements at `from` as float in to[0 .. n - 1].
 template <int n, typename P, typename A>
 inline void load_floats(P from, A to) {

@@ -278,6 +278,8 @@ def test_a_race_between_threadgroups_is_found():
         ("out[i] = a_shape[1];", r"index 1 of device array 'a_shape', which has 1"),
         ("float to[4]; load_floats<4>(a + 64, to); out[i] = to[0];", r"index 64 of device array 'a'"),
         ("float to[4]; load_floats<4>(a + 1, to); out[i] = to[0];", r"misaligned: load_floats<4> from index 1"),
+        ("out[i] = load_packed<float, 4, 8>(a + 60, 4).at[0];", r"index 64 of device array 'a'"),
+        ("out[i] = load_packed<float, 4, 8>(a + 2, 4).at[0];", r"misaligned: load_packed<4> from index 6"),
         ("threadgroup float t[64]; t[i + 1] = 1;", r"index 64 of array 'float \[64\]' at kernel.metal"),
         ("threadgroup float t[64]; out[i] = t[i + 1];", r"index 64 of array 'float \[64\]'"),
         ("threadgroup float t[2][32]; out[i] = t[0][i];", r"index 32 of array 'float \[32\]'"),
@@ -287,6 +289,22 @@ def test_a_race_between_threadgroups_is_found():
 def test_an_index_out_of_bounds_is_found(line, said):
     with pytest.raises(KernelError, match=said):
         one(f"const uint i = thread_position_in_threadgroup.x; {line}", [mx.zeros(64)], order=0)
+
+
+@pytest.mark.parametrize("dims", [8, 6])  # a multiple of 4, and none
+def test_a_packed_load_gives_zeros_behind_the_end_of_a_row(dims):
+    body = f"""
+    const uint i = thread_position_in_threadgroup.x;
+    const auto x = load_packed<float, 4, {dims}>(a + i % 2 * {dims}, i / 2 * 4);
+    out[i] = x.at[0] + 10.0f * x.at[1] + 100.0f * x.at[2] + 1000.0f * x.at[3];
+    """
+    rows = [[row * 8 + d if d < dims else 0 for d in range(16)] for row in range(2)]
+    expected = [
+        sum(rows[i % 2][d] * 10**k if (d := i // 2 * 4 + k) < dims else 0 for k in range(4)) if i < 8 else 0
+        for i in range(32)
+    ]
+    flat = mx.array([row * 8 + d for row in range(2) for d in range(dims)] + [0.0] * (64 - 2 * dims), mx.float32)
+    assert one(body, [flat], output=((32,), mx.float32), threads=32).tolist() == expected
 
 
 def test_the_process_goes_on_after_an_error():

@@ -3,12 +3,15 @@
 import importlib
 import pkgutil
 import re
+import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 import veloxfn.ops
-from veloxfn.ops.launch import Kernel, _folder, source_of
+from veloxfn.ops import launch
+from veloxfn.ops.launch import Kernel, _folder, included, source_of
 
 FILES = sorted(path for path in (_folder() / "metal").glob("*.metal") if path.name != "common.metal")
 COMMON = _folder() / "metal" / "common.metal"
@@ -159,6 +162,32 @@ def test_metal_gets_the_text_as_it_is_and_what_it_asks_for(name, tmp_path, capfd
         assert (f"const constant int* {array}_shape [[" in signature) == (f"{array}_shape" in words_of(body)), array
     for array in kernel.outputs:
         assert f"  device float* {array} [[buffer(" in signature
+
+
+def expanded(text):
+    """A text with the files that it includes."""
+    return re.sub(r'#include "([^"]+)"\n', lambda found: Path(found[1]).read_text(), text)
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_cuda_gets_the_text_by_the_names_of_its_files_and_the_shapes_it_asks_for(name):
+    kernel = KERNELS[name]
+    whole, (header, body) = source_of(kernel, "cuda"), included(kernel)
+    assert expanded(header) == whole[0]
+    shapes, _, rest = body.partition("\n")
+    assert expanded(rest) == whole[1]
+    asked = {f"{array}_shape" for array in kernel.inputs if f"{array}_shape" in whole[1]}
+    assert set(re.findall(r"\w+_shape", shapes)) == asked
+    assert len(header + body) < 1500, "MLX hashes it in every launch"
+
+
+def test_cuda_gets_the_text_itself_from_a_folder_whose_name_no_include_can_hold(monkeypatch, tmp_path):
+    folder = tmp_path / 'a"b'
+    shutil.copytree(_folder(), folder)
+    kernel = KERNELS["weakest"]
+    monkeypatch.setattr(launch, "_folder", lambda: folder)
+    assert included(kernel) == source_of(kernel, "cuda")
+    assert "#include" not in included(kernel)[1]
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))

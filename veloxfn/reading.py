@@ -7,7 +7,7 @@ import mlx.core as mx
 from veloxfn.base import Retention, State
 from veloxfn.evidence import arrival_positions, visible_to
 from veloxfn.placement import Contiguous, live_count, rope_for, rotate, seen_keys
-from veloxfn.slots import ordered
+from veloxfn.slots import contents, ordered
 
 __all__ = ["candidate_mask", "candidates", "get_kv", "next_position"]
 
@@ -54,7 +54,7 @@ def get_kv(config: Retention, state: State) -> tuple[mx.array, mx.array]:
     slots = state.slots
     index, positions = ordered(slots)
     live = positions >= 0
-    keys, values = (mx.take_along_axis(buffer, index[..., None], axis=1) for buffer in (slots.keys, slots.values))
+    keys, values = contents(slots.keys, index), contents(slots.values, index)
     rope = rope_for(config.placement, slots)
     if rope is not None:
         start = mx.take_along_axis(slots.rotations, index, axis=1)

@@ -24,6 +24,7 @@ __all__ = [
     "arrivals",
     "arrive",
     "concat_rows",
+    "contents",
     "empty",
     "extend",
     "gather_slots",
@@ -315,8 +316,18 @@ def with_slots(state: S, slots: Slots) -> S:
 
 def arrivals(slots: Slots) -> tuple[mx.array, mx.array]:
     """Keys [N, S, D] and values [N, S, Dv] of the block that awaits eviction; padded ones are any slot's."""
-    index = mx.maximum(slots.arrived, 0)[..., None]
-    return mx.take_along_axis(slots.keys, index, axis=1), mx.take_along_axis(slots.values, index, axis=1)
+    index = mx.maximum(slots.arrived, 0)
+    return contents(slots.keys, index), contents(slots.values, index)
+
+
+def contents(buffer: mx.array, index: mx.array) -> mx.array:
+    """Rows `index` [N, m] int32 of a buffer [N, C, D]: [N, m, D].
+
+    Copied as a whole: take_along_axis goes element by element, up to three times slower.
+    """
+    rows, size, dim = buffer.shape
+    flat = (index + mx.arange(rows, dtype=mx.int32)[:, None] * size).reshape(-1)
+    return buffer.reshape(rows * size, dim)[flat].reshape(*index.shape, dim)
 
 
 def arrival_rotations(slots: Slots) -> mx.array | None:
@@ -341,19 +352,14 @@ def settle(state: S) -> S:
 def gather_slots(state: S, keep: mx.array) -> S:
     """Keep the slots `keep` [N, m] int32 in that order, for keys, values, positions and every column."""
     slots = state.slots
-    rows, size, _ = slots.keys.shape
-    flat = (keep + mx.arange(rows, dtype=mx.int32)[:, None] * size).reshape(-1)
-
-    def pick(buffer: mx.array) -> mx.array:
-        return buffer.reshape(rows * size, buffer.shape[2])[flat].reshape(*keep.shape, buffer.shape[2])
 
     def select(column: mx.array) -> mx.array:
-        index = keep.reshape(rows, *(1,) * (column.ndim - 2), keep.shape[1])
+        index = keep.reshape(keep.shape[0], *(1,) * (column.ndim - 2), keep.shape[1])
         return mx.take_along_axis(column, mx.broadcast_to(index, (*column.shape[:-1], keep.shape[1])), axis=-1)
 
     slots = slots._replace(
-        keys=pick(slots.keys),
-        values=pick(slots.values),
+        keys=contents(slots.keys, keep),
+        values=contents(slots.values, keep),
         positions=select(slots.positions),
         rotations=select(slots.rotations) if slots.rotations.shape[1] else slots.rotations,
     )

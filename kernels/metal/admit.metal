@@ -1,7 +1,7 @@
 // One threadgroup per row: the first free slot is given to the token that arrives, and its entries of two columns.
 // Template: FIRST, SECOND (int): what the arrival's entry is. 0: there is no such column; 1: given; 2: zero; 3: the norm
 // of its key of DIMS dimensions; 4: a Gumbel draw addressed by (seed, stream, position). TURNED (bool): it comes rotated at
-// the number of tokens that are there.
+// the number of tokens that are there. A lane has SLOTS slots at a time, whose loads are under way together.
 
 const uint row = threadgroup_position_in_grid.x;
 const uint lane = thread_position_in_threadgroup.x;
@@ -11,13 +11,19 @@ const int now = seen[row];
 threadgroup uint ranks[96];
 threadgroup float sums[32];
 
+int position[SLOTS];
 Rank mine = last_rank();
 float live = 0.0f;
-for (uint j = lane; j < length; j += lanes) {
-  const int position = positions[row * length + j];
-  if (position >= 0) live = live + 1.0f;
-  const Rank other = Rank{position < 0 ? 0u : 1u, uint(position), j};
-  if (below(other, mine)) mine = other;
+for (uint begin = 0; begin < length; begin += SLOTS * lanes) {
+  for (int i = 0; i < SLOTS; i++) position[i] = positions[row * length + min(begin + i * lanes + lane, length - 1)];
+  for (int i = 0; i < SLOTS; i++) {
+    const uint j = begin + i * lanes + lane;
+    if (j < length) {
+      if (position[i] >= 0) live = live + 1.0f;
+      const Rank other = Rank{position[i] < 0 ? 0u : 1u, uint(position[i]), j};
+      if (below(other, mine)) mine = other;
+    }
+  }
 }
 const uint given = lowest(mine, ranks, lane, lanes).slot;
 const int there = TURNED ? int(sum_of(live, sums, lane, lanes)) : 0;
@@ -30,22 +36,34 @@ if (SECOND == 4) {
   const ulong name = named(name_of(seed), streams[row]);
   drawn = hashed_gumbel(uint(name), uint(name >> 32), now);
 }
-for (uint j = lane; j < length; j += lanes) {
-  const uint at = row * length + j;
-  const bool here = j == given;
-  positions_out[at] = here ? now : positions[at];
-  if (TURNED) rotations_out[at] = here ? there : rotations[at];
-  if (FIRST > 0) {
-    float value = 0.0f;
-    if (FIRST == 1) value = first_fresh[row];
-    if (FIRST == 3) value = norm;
-    first_out[at] = here ? value : first[at];
+float first_entry = 0.0f;
+if (FIRST == 1) first_entry = first_fresh[row];
+if (FIRST == 3) first_entry = norm;
+float second_entry = 0.0f;
+if (SECOND == 1) second_entry = second_fresh[row];
+if (SECOND == 4) second_entry = drawn;
+const bool held = length <= SLOTS * lanes;  // the positions, in registers
+for (uint begin = 0; begin < length; begin += SLOTS * lanes) {
+  float first_kept[SLOTS];
+  float second_kept[SLOTS];
+  int turned[SLOTS];
+  for (int i = 0; i < SLOTS; i++) {
+    const uint at = row * length + min(begin + i * lanes + lane, length - 1);
+    if (!held) position[i] = positions[at];
+    first_kept[i] = FIRST > 0 ? float(first[at]) : 0.0f;
+    second_kept[i] = SECOND > 0 ? float(second[at]) : 0.0f;
+    turned[i] = TURNED ? int(rotations[at]) : 0;
   }
-  if (SECOND > 0) {
-    float value = 0.0f;
-    if (SECOND == 1) value = second_fresh[row];
-    if (SECOND == 4) value = drawn;
-    second_out[at] = here ? value : second[at];
+  for (int i = 0; i < SLOTS; i++) {
+    const uint j = begin + i * lanes + lane;
+    const uint at = row * length + j;
+    const bool here = j == given;
+    if (j < length) {
+      positions_out[at] = here ? now : position[i];
+      if (TURNED) rotations_out[at] = here ? there : turned[i];
+      if (FIRST > 0) first_out[at] = here ? first_entry : first_kept[i];
+      if (SECOND > 0) second_out[at] = here ? second_entry : second_kept[i];
+    }
   }
 }
 if (lane == 0) {

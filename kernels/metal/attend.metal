@@ -1,23 +1,30 @@
-// Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads), a SIMD group per
-// four slots at a time, its lanes over the dimensions. attend_combine.metal joins the parts.
+// Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads). LANES lanes of a SIMD
+// group share a slot, so that it takes 32 / LANES slots at once, U times. attend_combine.metal joins the parts.
 //
-// scratch [N, parts, ..] holds for each head of a part, one after the other:
-//   top, the maximum of its logits; the sum of exp(logit - top); both of the tempered logits, (logit + noise) / heat
-//   sum of exp(logit - top) v, [DV], where VALUED
-//   logit_j = scale q_h . k_j where slot j is visible to head h and this is finite, else -inf, where RECEIVES
+// scratch [N, parts, ..] holds for each row first, for each part and head,
+//   the maximum of its logits; the sum of exp(logit - maximum); the same two of what its mass is made of
+//   sum of exp(logit - maximum) v, [DV], where VALUED
+// and then, where RECEIVES, for each head,
+//   [parts * each] x_j = scale q_h . k_j, or (that + noise) / heat where TEMPERED; -inf where slot j is not visible to
+//   head h or the product is not finite
 //
-// Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, SCALE (int, the bits of
-// a float), VALUED, RECEIVES (whether the mass is asked for), LIMITED (by `until`),
-// GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE (bool): heat and names are made here, for one query.
+// Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, UNIT (a part is so
+// many slots, or a multiple), LANES, WIDE (elements of one load), SCALE (int, the bits of a float), VALUED, RECEIVES
+// (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE
+// (bool): heat and names are made here, for one query.
 
-constexpr int E = (D + 31) / 32;
-constexpr int EV = (DV + 31) / 32;
 constexpr int U = 4;
+constexpr int ROWS = 32 / LANES;
+constexpr int C = (D + LANES * WIDE - 1) / (LANES * WIDE);
+constexpr int CV = VALUED ? (DV + LANES * WIDE - 1) / (LANES * WIDE) : 1;
+constexpr int DRAWS = (U * HEADS + LANES - 1) / LANES;
 const uint row = threadgroup_position_in_grid.x;
 const uint part = threadgroup_position_in_grid.y;
 const uint parts = threadgroups_per_grid.y;
 const uint first = threadgroup_position_in_grid.z * HEADS;
 const uint lane = thread_index_in_simdgroup;
+const uint place = lane % LANES;  // among those of a slot
+const uint line = lane / LANES;
 const uint group = simdgroup_index_in_threadgroup;
 const uint groups = threads_per_threadgroup.x / 32;
 const uint length = positions_shape[1];
@@ -25,17 +32,19 @@ const uint size = keys_shape[1];
 const uint heads = queries_shape[1];
 const uint count = COUNT;
 const float scale = as_type<float>(uint(SCALE));
-const uint each = (length + parts - 1) / parts;
+const uint each = ((length + UNIT - 1) / UNIT + parts - 1) / parts * UNIT;
 const uint begin = part * each;
 const uint end = min(begin + each, length);
-const uint block = 4 + (VALUED ? DV : 0) + (RECEIVES ? each : 0u);
-auto mine = scratch + ulong(row * parts + part) * heads * block;
-threadgroup float group_tops[8 * HEADS];
-threadgroup float group_sums[8 * HEADS];
+const uint block = 4 + (VALUED ? DV : 0);
+auto blocks = scratch + ulong(row) * parts * heads * (block + (RECEIVES ? each : 0u));
+auto mine = blocks + part * heads * block;
+auto logits = blocks + parts * heads * block;
+threadgroup float group_tops[2 * 8 * HEADS];
+threadgroup float group_sums[2 * 8 * HEADS];
 threadgroup float group_outputs[8 * DV];
 
-float q[HEADS][E];
-float out[HEADS][EV];
+float q[HEADS][C][WIDE];
+float out[HEADS][CV][WIDE];
 float top[HEADS];
 float total[HEADS];
 float warm_top[HEADS];
@@ -44,13 +53,18 @@ int limit[HEADS];
 uint low[HEADS];
 uint high[HEADS];
 float warmth[HEADS];
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
   const uint head = min(first + h, heads - 1);
-  for (int e = 0; e < E; e++) {
-    const uint d = lane * E + e;
-    q[h][e] = d < D ? float(queries[(row * heads + head) * D + d]) * scale : 0.0f;
+  for (int c = 0; c < C; c++) {
+    for (int w = 0; w < WIDE; w++) {
+      const uint d = (c * LANES + place) * WIDE + w;
+      q[h][c][w] = d < D ? float(queries[(row * heads + head) * D + d]) * scale : 0.0f;
+    }
   }
-  for (int e = 0; e < EV; e++) out[h][e] = 0.0f;
+  for (int c = 0; c < CV; c++) {
+    for (int w = 0; w < WIDE; w++) out[h][c][w] = 0.0f;
+  }
   top[h] = -INFINITY;
   total[h] = 0.0f;
   warm_top[h] = -INFINITY;
@@ -71,134 +85,155 @@ for (int h = 0; h < HEADS; h++) {
   if (GUARDED && arrived[row] < 0) limit[h] = -1;
 }
 
-for (uint j = begin + group * U; j < end; j += groups * U) {
-  float k[U][E];
-  int place[U];
+for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U) {
+  const uint j = base + line;  // and ROWS further on, U times
+  Packed<T, WIDE> k[U][C];
+  Packed<T, WIDE> v[U][CV];
+  int position[U];
   for (int u = 0; u < U; u++) {
-    const uint slot = min(j + u, end - 1);
-    auto from = keys + ((ulong(row) * size + slot) * D + lane * E);
-    if (D % 32 == 0) {
-      load_floats<E>(from, k[u]);
-    } else {
-      for (int e = 0; e < E; e++) k[u][e] = lane * E + e < D ? float(from[e]) : 0.0f;
-    }
-    place[u] = j + u < end ? positions[row * length + slot] : -1;
+    const uint slot = min(j + u * ROWS, end - 1);
+    auto from = keys + (ulong(row) * size + slot) * D;
+    for (int c = 0; c < C; c++) k[u][c] = load_packed<T, WIDE, D>(from, (c * LANES + place) * WIDE);
+    position[u] = j + u * ROWS < end ? positions[row * length + slot] : -1;
   }
-  float v[U][EV];
   if (VALUED) {
     for (int u = 0; u < U; u++) {
-      const uint slot = min(j + u, end - 1);
-      auto from = values + ((ulong(row) * size + slot) * DV + lane * EV);
-      if (DV % 32 == 0) {
-        load_floats<EV>(from, v[u]);
-      } else {
-        for (int e = 0; e < EV; e++) v[u][e] = lane * EV + e < DV ? float(from[e]) : 0.0f;
-      }
+      auto from = values + (ulong(row) * size + min(j + u * ROWS, end - 1)) * DV;
+      for (int c = 0; c < CV; c++) v[u][c] = load_packed<T, WIDE, DV>(from, (c * LANES + place) * WIDE);
     }
   }
   float x[U][HEADS];
   for (int u = 0; u < U; u++) {
     for (int h = 0; h < HEADS; h++) {
       float dot = 0.0f;
-      for (int e = 0; e < E; e++) dot += q[h][e] * k[u][e];
-      x[u][h] = simd_sum(dot);
-      const bool visible = place[u] >= 0 && place[u] <= limit[h] && finite(x[u][h]);
-      x[u][h] = visible ? x[u][h] : -INFINITY;
-      if (RECEIVES && lane == uint(u) && j + u < end && first + h < heads) {
-        mine[(first + h) * block + 4 + (VALUED ? DV : 0) + j + u - begin] = x[u][h];
+      for (int c = 0; c < C; c++) {
+        for (int w = 0; w < WIDE; w++) dot += q[h][c][w] * float(k[u][c].at[w]);
       }
+      for (int m = LANES / 2; m > 0; m /= 2) dot += simd_shuffle_xor(dot, m);
+      const bool visible = position[u] >= 0 && position[u] <= limit[h] && finite(dot);
+      x[u][h] = visible ? dot : -INFINITY;
     }
   }
-  if (TEMPERED) {
-    float drawn = 0.0f;
-    for (int h = 0; h < HEADS; h++) {
-      // Each lane draws for one pair of slot and head.
-      if (NOISY && lane / U == uint(h)) {
-        drawn = hashed_gumbel(low[h], high[h], positions[row * length + min(j + lane % U, end - 1)]);
+  float drawn[DRAWS];
+  if (NOISY) {
+    // Each lane draws for other pairs of slot and head.
+#pragma unroll
+    for (int n = 0; n < DRAWS; n++) {
+      const uint pair = n * LANES + place;
+      uint name_low = 0u;
+      uint name_high = 0u;
+      for (int h = 0; h < HEADS; h++) {
+        name_low = pair / U == uint(h) ? low[h] : name_low;
+        name_high = pair / U == uint(h) ? high[h] : name_high;
       }
-    }
-    for (int h = 0; h < HEADS; h++) {
-      float warm[U];
-      float highest = warm_top[h];
-      for (int u = 0; u < U; u++) {
-        const float zeta = NOISY ? simd_shuffle(drawn, h * U + u) : 0.0f;
-        warm[u] = (x[u][h] + zeta) / warmth[h];
-        highest = max(highest, warm[u]);
-      }
-      if (highest > -INFINITY) {
-        float sum = warm_total[h] * exp(warm_top[h] - highest);
-        for (int u = 0; u < U; u++) sum += exp(warm[u] - highest);
-        warm_total[h] = sum;
-        warm_top[h] = highest;
-      }
+      const uint slot = min(j + pair % U * ROWS, end - 1);
+      drawn[n] = hashed_gumbel(name_low, name_high, positions[row * length + slot]);
     }
   }
+#pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float highest = top[h];
     for (int u = 0; u < U; u++) highest = max(highest, x[u][h]);
     if (highest > -INFINITY) {
       const float kept = exp(top[h] - highest);
       float sum = total[h] * kept;
-      for (int e = 0; e < EV; e++) out[h][e] *= kept;
+      for (int c = 0; c < CV; c++) {
+        for (int w = 0; w < WIDE; w++) out[h][c][w] *= kept;
+      }
       for (int u = 0; u < U; u++) {
         const float weight = exp(x[u][h] - highest);
         sum += weight;
         if (VALUED && weight > 0.0f) {
-          for (int e = 0; e < EV; e++) out[h][e] += weight * v[u][e];
+          for (int c = 0; c < CV; c++) {
+            for (int w = 0; w < WIDE; w++) out[h][c][w] += weight * float(v[u][c].at[w]);
+          }
         }
       }
       total[h] = sum;
       top[h] = highest;
     }
+    if (TEMPERED) {
+      highest = warm_top[h];
+      for (int u = 0; u < U; u++) {
+        const int pair = h * U + u;
+        const float zeta = NOISY ? simd_shuffle(drawn[pair / LANES], line * LANES + pair % LANES) : 0.0f;
+        x[u][h] = (x[u][h] + zeta) / warmth[h];
+        highest = max(highest, x[u][h]);
+      }
+      if (highest > -INFINITY) {
+        float sum = warm_total[h] * exp(warm_top[h] - highest);
+        for (int u = 0; u < U; u++) sum += exp(x[u][h] - highest);
+        warm_total[h] = sum;
+        warm_top[h] = highest;
+      }
+    }
+    for (int u = 0; RECEIVES && u < U; u++) {
+      const uint slot = j + u * ROWS;
+      if (place == uint(u % LANES) && slot < end && first + h < heads) {
+        logits[(first + h) * parts * each + slot] = x[u][h];
+      }
+    }
   }
 }
 
-// The SIMD groups' parts, joined head by head.
-if (TEMPERED) {
-  for (int h = 0; h < HEADS; h++) {
-    if (lane == 0) {
-      group_tops[group * HEADS + h] = warm_top[h];
-      group_sums[group * HEADS + h] = warm_total[h];
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  if (group == 0 && lane < HEADS && first + lane < heads) {
-    float highest = -INFINITY;
-    for (uint g = 0; g < groups; g++) highest = max(highest, group_tops[g * HEADS + lane]);
-    float sum = 0.0f;
-    for (uint g = 0; g < groups; g++) {
-      const float one = group_sums[g * HEADS + lane];
-      if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + lane] - highest);
-    }
-    mine[(first + lane) * block + 2] = highest;
-    mine[(first + lane) * block + 3] = sum;
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
+// The lines' parts, joined head by head, then those of the SIMD groups.
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
+  float highest = top[h];
+  for (int m = LANES; m < 32; m *= 2) highest = max(highest, simd_shuffle_xor(highest, m));
+  float kept = total[h] > 0.0f ? exp(top[h] - highest) : 0.0f;
+  total[h] *= kept;
+  for (int m = LANES; m < 32; m *= 2) total[h] += simd_shuffle_xor(total[h], m);
+  top[h] = highest;
+  if (VALUED) {
+    for (int c = 0; c < CV; c++) {
+      for (int w = 0; w < WIDE; w++) {
+        float sum = out[h][c][w] * kept;
+        for (int m = LANES; m < 32; m *= 2) sum += simd_shuffle_xor(sum, m);
+        out[h][c][w] = sum;
+      }
+    }
+  }
+  if (TEMPERED) {
+    highest = warm_top[h];
+    for (int m = LANES; m < 32; m *= 2) highest = max(highest, simd_shuffle_xor(highest, m));
+    kept = warm_total[h] > 0.0f ? exp(warm_top[h] - highest) : 0.0f;
+    warm_total[h] *= kept;
+    for (int m = LANES; m < 32; m *= 2) warm_total[h] += simd_shuffle_xor(warm_total[h], m);
+    warm_top[h] = highest;
+  }
   if (lane == 0) {
     group_tops[group * HEADS + h] = top[h];
     group_sums[group * HEADS + h] = total[h];
+    group_tops[(8 + group) * HEADS + h] = TEMPERED ? warm_top[h] : top[h];
+    group_sums[(8 + group) * HEADS + h] = TEMPERED ? warm_total[h] : total[h];
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
 for (int h = 0; h < HEADS; h++) {
   if (first + h < heads) {
     float highest = -INFINITY;
     for (uint g = 0; g < groups; g++) highest = max(highest, group_tops[g * HEADS + h]);
-    float sum = 0.0f;
-    for (uint g = 0; g < groups; g++) {
-      const float one = group_sums[g * HEADS + h];
-      if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - highest);
-    }
-    if (group == 0 && lane == 0) {
-      mine[(first + h) * block] = highest;
-      mine[(first + h) * block + 1] = sum;
+    if (group == 0 && lane < 2) {
+      // Lane 1 does so for the mass.
+      float most = -INFINITY;
+      for (uint g = 8 * lane; g < 8 * lane + groups; g++) most = max(most, group_tops[g * HEADS + h]);
+      float sum = 0.0f;
+      for (uint g = 8 * lane; g < 8 * lane + groups; g++) {
+        const float one = group_sums[g * HEADS + h];
+        if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - most);
+      }
+      mine[(first + h) * block + 2 * lane] = most;
+      mine[(first + h) * block + 2 * lane + 1] = sum;
     }
     if (VALUED) {
       const float kept = total[h] > 0.0f ? exp(top[h] - highest) : 0.0f;
-      for (int e = 0; e < EV; e++) {
-        if (lane * EV + e < DV) group_outputs[group * DV + lane * EV + e] = out[h][e] * kept;
+      for (int c = 0; c < CV; c++) {
+        for (int w = 0; w < WIDE; w++) {
+          const uint d = (c * LANES + place) * WIDE + w;
+          if (line == 0 && d < DV) group_outputs[group * DV + d] = out[h][c][w] * kept;
+        }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (uint d = group * 32 + lane; d < DV; d += groups * 32) {

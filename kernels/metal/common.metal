@@ -1,10 +1,13 @@
 // What several kernels share: ranks, reductions over a threadgroup, addressed noise.
 // A pointer is always a template parameter: its address space differs between inputs, outputs and threadgroup arrays.
 
-// Stands in for an input that was not given; the template says that it is not read.
+// Stands in for an input that was not given, and for its shape; the template says that it is not read.
 struct Absent {
   inline int operator[](ulong) const {
     return 0;
+  }
+  inline Absent operator+(ulong) const {
+    return *this;
   }
 };
 

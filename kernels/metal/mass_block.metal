@@ -1,5 +1,5 @@
 // Column sums of the softmax of a tile of queries, added to what the slots had: a threadgroup per (strip, row), its lanes
-// over the slots, C of them each. The queries of a strip come one after the other, Q at a time, so that every product is
+// over the slots that the tile's last query can see, C of them each at least. The queries of a strip come one after the other, Q at a time, so that every product is
 // read once.
 //
 // products [N, G, T, n] are q . k of the queries first .. first + T - 1; logit = SCALE * product, or that plus noise,
@@ -32,12 +32,13 @@ threadgroup float sums[16 * Q];
 constexpr bool HELD = C <= 16;
 constexpr uint NEVER = 0xFFFFFFFFu;  // no query: what depends on it is not made once and kept in 32 registers
 
+// Free slots and those behind the tile are at 0xFFFFFFFF, later than all queries.
 float taken[C];
-int place[HELD ? C : 1];
+uint place[HELD ? C : 1];
 for (int c = 0; c < C; c++) {
   const uint j = here + c * lanes;
   taken[c] = 0.0f;
-  if (HELD) place[HELD ? c : 0] = j < seen ? positions[row * length + j] : -1;
+  if (HELD) place[HELD ? c : 0] = j < seen ? uint(positions[row * length + j]) : 0xFFFFFFFFu;
 }
 for (uint base = strip * Q; base < queries; base += strips * Q) {
   float x[Q][C];
@@ -51,19 +52,20 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
       x[q][c] = from[min(mine + c * lanes, seen - 1)];
       if (!HELD && c % 8 == 7) simdgroup_barrier(mem_flags::mem_none);
     }
-    const int limit = until[row * all + t];
+    const int limit = until[row * all + t];  // a query that sees nothing has no share
     const float warmth = TEMPERED ? float(heat[row * all + t]) : 1.0f;
     const uint name = 2 * ((row * heads + query / count) * all + t);
     const uint low = NOISY ? uint(names[name]) : 0u;
     const uint high = NOISY ? uint(names[name + 1]) : 0u;
-    share[q] = base + q < queries ? (WEIGHTED ? float(weights[row * all + t]) : 1.0f) / float(heads) : 0.0f;
+    const bool counts = base + q < queries && limit >= 0;
+    share[q] = counts ? (WEIGHTED ? float(weights[row * all + t]) : 1.0f) / float(heads) : 0.0f;
     float top = -INFINITY;
     for (int c = 0; c < C; c++) {
       const uint j = mine + c * lanes;
-      const int position = HELD ? place[HELD ? c : 0] : (j < seen ? int(positions[row * length + j]) : -1);
+      const uint position = HELD ? place[HELD ? c : 0] : (j < seen ? uint(positions[row * length + j]) : 0xFFFFFFFFu);
       float logit = x[q][c] * scale;
-      logit = position >= 0 && position <= limit && finite(logit) ? logit : -INFINITY;
-      if (NOISY) logit += hashed_gumbel(low, high, position);
+      logit = position <= uint(limit) && finite(logit) ? logit : -INFINITY;
+      if (NOISY) logit += hashed_gumbel(low, high, int(position));
       if (TEMPERED) logit = logit / warmth;
       x[q][c] = logit;
       top = max(top, logit);
@@ -74,10 +76,11 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   for (int q = 0; q < Q; q++) {
-    const float top = simd_max(lane < groups ? float(tops[q * 16 + lane]) : -INFINITY);
+    const float highest = simd_max(lane < groups ? float(tops[q * 16 + lane]) : -INFINITY);
+    const float top = highest > -INFINITY ? highest : 0.0f;
     float sum = 0.0f;
     for (int c = 0; c < C; c++) {
-      x[q][c] = x[q][c] > -INFINITY ? exp(x[q][c] - top) : 0.0f;
+      x[q][c] = exp(x[q][c] - top);
       sum += x[q][c];
     }
     sum = simd_sum(sum);
@@ -95,4 +98,8 @@ for (int c = 0; c < C; c++) {
   const uint at = (row * strips + strip) * length + j;
   if (j < length) mass_out[at] = (BEGUN ? float(mass[at]) : 0.0f) + taken[c];
   if (!HELD && c % 8 == 7) simdgroup_barrier(mem_flags::mem_none);
+}
+for (uint j = here + C * lanes; j < length; j += lanes) {
+  const uint at = (row * strips + strip) * length + j;
+  mass_out[at] = BEGUN ? float(mass[at]) : 0.0f;
 }

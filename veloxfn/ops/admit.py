@@ -10,7 +10,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.key_norms import key_norms
-from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
+from veloxfn.ops.launch import Kernel, backend_for, launch, spread_over
 from veloxfn.ops.noise import halves, hashed_gumbel, names
 from veloxfn.ops.ranks import live
 
@@ -80,6 +80,7 @@ def admit(
     entries = [entry for _, entry in columns] + [0.0] * (2 - len(columns))
     keys = next((entry.keys for entry in entries if isinstance(entry, KeyNorm)), None)
     draw = next((entry for entry in entries if isinstance(entry, Gumbel)), None)
+    lanes, slots = spread_over(length)
     made = launch(
         KERNEL,
         backend,
@@ -108,9 +109,10 @@ def admit(
             "DIMS": 0 if keys is None else keys.shape[2],
             "T": mx.float32 if keys is None else keys.dtype,
             "TURNED": rotations is not None,
+            "SLOTS": slots,
         },
         groups=(rows, 1, 1),
-        threads=lanes_for(length),
+        threads=lanes,
     )
     turned = None if rotations is None else made.pop()
     return Admitted(made[0], made[1], made[2], tuple(made[3:]), turned)

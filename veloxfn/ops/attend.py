@@ -10,19 +10,19 @@ On a GPU two launches, whatever the number of slots: parts of a row, each by a t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import cast
 
 import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
-from veloxfn.ops.evict_step import check_rows, evict_inputs, evict_step, evict_template
-from veloxfn.ops.launch import Kernel, Output, backend_for, launch
+from veloxfn.ops.evict_step import UNIT, Parts, check_rows, combine, evict_step, finish
+from veloxfn.ops.launch import Kernel, backend_for, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 
-__all__ = ["COMBINE", "FINISH", "KERNEL", "attend", "attend_step", "reference", "rescaled", "visible_mass"]
+__all__ = ["KERNEL", "attend", "attend_step", "reference", "rescaled", "visible_mass"]
 
 _TEMPER_INPUTS = ("heat", "names", "newest", "seed", "streams")
 KERNEL = Kernel(
@@ -30,22 +30,13 @@ KERNEL = Kernel(
     ("queries", "keys", "values", "positions", "until", "arrived", *_TEMPER_INPUTS),
     ("scratch",),
 )
-_COMBINE_INPUTS = ("scratch", "positions", *_TEMPER_INPUTS, "weights")
-COMBINE = Kernel("attend_combine", _COMBINE_INPUTS, ("output", "attention"))
-FINISH = Kernel(
-    "attend_finish",
-    (*_COMBINE_INPUTS, "seen", "mass", "arrived", "counted", "noise", "tau"),
-    ("output", "mass_out", "positions_out"),
-    bodies=("attend_combine", "evict_step"),
-    aliases=(("attention", "mass_out"),),  # a lane reads what it wrote, then writes the mass there
-)
 
-_LANES, _FINISH_LANES = 256, 1024
+_LANES = 256
 _MOST_HEADS = 128  # query heads times queries of a row
 _MOST_DIM = 256
 _MOST_PARTS = 32
-_GROUPS = 512  # threadgroups that fill a large GPU
-_LEAST_SLOTS = 64  # of a part
+_GROUPS = 1024  # threadgroups that keep a large GPU busy to the end
+_LOAD = 16  # bytes of a lane's load
 _MATRIX_ELEMENTS = 2**22  # attention weights that the reference makes at once
 _EVERY_POSITION = 2**30
 
@@ -98,7 +89,7 @@ def attend(
     backend = backend_for(backend)
     if backend != "reference" and _fits(queries, keys, values):
         parts = _parts(queries, keys, values, positions, until, scale, temper, None, backend)
-        return _combined(parts, positions, backend)
+        return cast("tuple[mx.array, mx.array]", combine(parts, positions, backend))
     if until is None:
         until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
     if backend == "reference" or not in_order:
@@ -261,19 +252,24 @@ def attend_step(
         return output, *stepped
     scale = dim**-0.5 if scale is None else _checked(scale)
     parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend, attended, arrived)
-    made = launch(
-        FINISH,
-        backend,
-        [*parts.inputs, seen, *evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)],
-        [parts.output, (positions.shape, mx.float32), (positions.shape, mx.int32)],
-        template={
-            **evict_template(mass, attended, arrived, decay, counted, noise, schedule, keep_low, sink, recent),
-            **parts.template,
-        },
-        groups=(rows, 1, 1),
-        threads=_FINISH_LANES,
+    after, left, output = finish(
+        positions,
+        seen,
+        mass,
+        None,
+        parts,
+        arrived=arrived,
+        decay=decay,
+        counted=counted,
+        noise=noise,
+        tau=tau,
+        schedule=schedule,
+        keep_low=keep_low,
+        sink=sink,
+        recent=recent,
+        backend=backend,
     )
-    return made[0] if values is not None else None, made[-2], made[-1]
+    return output, after, left
 
 
 def visible_mass(
@@ -290,7 +286,7 @@ def visible_mass(
         return None
     scale = queries.shape[3] ** -0.5
     parts = _parts(queries, keys, None, positions, until, scale, temper, weights, backend)
-    return _combined(parts, positions, backend)[1]
+    return combine(parts, positions, backend)[1]
 
 
 def _fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
@@ -298,28 +294,6 @@ def _fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
     wide = 1 if values is None else values.shape[2]
     alike = queries.dtype == keys.dtype and (values is None or values.dtype == keys.dtype)
     return groups * count <= _MOST_HEADS and dim <= _MOST_DIM and 0 < wide <= _MOST_DIM and alike
-
-
-def _combined(parts: _Parts, positions: mx.array, backend: str) -> tuple[mx.array, mx.array]:
-    """Output, where values were given, and mass: the second launch without an eviction."""
-    made = launch(
-        COMBINE,
-        backend,
-        parts.inputs,
-        [parts.output, (positions.shape, mx.float32)],
-        template={**NO_SCHEDULE.template, **parts.template},
-        groups=(positions.shape[0], 1, 1),
-        threads=_FINISH_LANES,
-    )
-    return made[0], made[-1]
-
-
-class _Parts(NamedTuple):
-    """What the first launch made, as the second takes it."""
-
-    inputs: list[mx.array | None]
-    output: Output | None
-    template: dict[str, int | bool | mx.Dtype]
 
 
 def _parts(
@@ -334,7 +308,7 @@ def _parts(
     backend: str,
     attended: bool = True,
     arrived: mx.array | None = None,
-) -> _Parts:
+) -> Parts:
     rows, groups, count, dim = queries.shape
     length, heads = positions.shape[1], groups * count
     wide = 1 if values is None else values.shape[2]
@@ -342,23 +316,15 @@ def _parts(
     while together < min(heads, 8 if max(dim, wide) <= 128 else 4):
         together *= 2
     chunks = -(-heads // together)
-    parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), -(-length // _LEAST_SLOTS)))
-    block = 4 + (0 if values is None else wide) + (-(-length // parts) if attended else 0)
+    units = -(-length // UNIT)
+    parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), units))
+    slots = -(-units // parts) * UNIT
+    parts = -(-length // slots)
+    block = 4 + (0 if values is None else wide) + (slots if attended else 0)
+    lanes, width = _lanes(max(dim, wide), together, queries.dtype.size)
     tempering = _tempering(temper, rows, heads, count)
     by_recipe = temper is not None and tempering[0] is None
-    template: dict[str, int | bool | mx.Dtype] = {
-        "T": queries.dtype,
-        "DV": wide,
-        "COUNT": count,
-        "ALL": heads,
-        "VALUED": values is not None,
-        "RECEIVES": attended,
-        "TEMPERED": temper is not None,
-        "NOISY": temper is not None and temper.names is not None,
-        "RECIPE": by_recipe,
-    }
-    if by_recipe and temper is not None and temper.recipe is not None:
-        template |= temper.recipe.schedule.template
+    schedule = temper.recipe.schedule if by_recipe and temper is not None and temper.recipe is not None else NO_SCHEDULE
     made = launch(
         KERNEL,
         backend,
@@ -373,22 +339,58 @@ def _parts(
         ],
         [((rows, parts, heads * block), mx.float32)],
         template={
-            **NO_SCHEDULE.template,
-            **template,
+            **schedule.template,
+            "T": queries.dtype,
             "D": dim,
+            "DV": wide,
+            "COUNT": count,
+            "UNIT": UNIT,
+            "VALUED": values is not None,
+            "RECEIVES": attended,
             "HEADS": together,
+            "LANES": lanes,
+            "WIDE": width,
             "SCALE": bits(scale),
             "LIMITED": until is not None,
             "GUARDED": arrived is not None,
+            "TEMPERED": temper is not None,
+            "NOISY": temper is not None and temper.names is not None,
+            "RECIPE": by_recipe,
         },
         groups=(rows, parts, chunks),
         threads=_LANES,
     )
-    return _Parts(
-        [made[0], positions, *tempering, weights],
+    return Parts(
+        made[0],
+        weights,
         None if values is None else ((rows, groups, count, wide), queries.dtype),
-        {**template, "WEIGHTED": weights is not None},
+        attended,
+        {
+            "JOINS": True,
+            "T": queries.dtype,
+            "DV": wide,
+            "ALL": heads,
+            "COUNT": count,
+            "UNIT": UNIT,
+            "VALUED": values is not None,
+            "WEIGHTED": weights is not None,
+        },
     )
+
+
+def _lanes(dim: int, together: int, size: int) -> tuple[int, int]:
+    """Lanes that share a slot, and elements of their loads, for so many dimensions, heads and bytes of an element.
+
+    Every head needs registers for its query and its output, so that more heads leave a lane fewer dimensions.
+    """
+    most = min(2 * _LOAD // size, 16 if together == 1 else 8 if together <= 4 else 4)
+    lanes = 8
+    while lanes < 32 and lanes * most < dim:
+        lanes *= 2
+    width = 1
+    while width < _LOAD // size and lanes * width < dim:
+        width *= 2
+    return lanes, width
 
 
 def _tempering(temper: Temper | None, rows: int, heads: int, count: int) -> list[mx.array | None]:

@@ -114,12 +114,7 @@ def _launched(
     heads, wide = queries.astype(mx.float32), keys.astype(mx.float32)
     heat = None if temper is None else temper.tau
     names = None if temper is None or temper.names is None else temper.names.view(mx.uint32)
-    slots = 1  # per lane
-    while slots * _LANES < length:
-        slots *= 2
     template: dict[str, int | bool | mx.Dtype] = {
-        "C": slots,
-        "Q": 2 if slots <= 8 else 1,
         "SCALE": bits(dim**-0.5),
         "TEMPERED": heat is not None,
         "NOISY": names is not None,
@@ -139,13 +134,21 @@ def _launched(
         mass = launch(
             KERNEL,
             backend,
-            [products, positions, until, constant(start, (1,), mx.int32), weights, heat, names, mass],
+            [products, positions, until, constant(start, shape=(4,), dtype=mx.int32), weights, heat, names, mass],
             [((rows, strips, length), mx.float32)],
-            template={**template, "BEGUN": mass is not None},
+            template={**template, **_slots(seen), "BEGUN": mass is not None},
             groups=(strips, rows, 1),
             threads=_LANES,
         )[0]
     return mx.sum(cast(mx.array, mass), axis=1)
+
+
+def _slots(seen: int) -> dict[str, int | bool | mx.Dtype]:
+    """Slots of a lane, and queries at once: as its registers allow, few kernels for many lengths, few idle lanes."""
+    slots = -(-seen // _LANES)
+    step = 1 if slots <= 8 else 2 if slots <= 16 else 4
+    slots = -(-slots // step) * step
+    return {"C": slots, "Q": 2 if slots <= 8 else 1}
 
 
 def _by_tiles(

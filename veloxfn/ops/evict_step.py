@@ -9,18 +9,25 @@ attention), of TOVA (no mass) and, with `keep_low`, of K-norm, whose mass is the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
-from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
+from veloxfn.ops.launch import Kernel, Output, Template, backend_for, launch, spread_over
 from veloxfn.ops.weakest import reference as weakest
 
 __all__ = [
+    "COMBINE",
+    "FINISH",
     "KERNEL",
-    "evict_inputs",
+    "UNIT",
+    "Parts",
+    "check_rows",
+    "combine",
     "evict_step",
-    "evict_template",
+    "finish",
     "importance_of",
     "kept_by",
     "reference",
@@ -29,9 +36,25 @@ __all__ = [
 
 KERNEL = Kernel(
     "evict_step",
-    ("positions", "seen", "mass", "attention", "arrived", "counted", "noise", "tau"),
-    ("mass_out", "positions_out"),
+    ("positions", "seen", "mass", "attention", "arrived", "counted", "noise", "tau", "scratch", "weights"),
+    ("mass_out", "positions_out", "output"),
 )
+# The same behind the first launch of `attend`, whose parts it joins: with an eviction, and without one.
+FINISH = KERNEL._replace(name="attend_finish", bodies=("evict_step",))
+COMBINE = KERNEL._replace(name="attend_combine", bodies=("evict_step",))
+
+UNIT = 128  # slots: a part has so many, or a multiple
+_JOINING = 256  # threads that join parts, at least
+
+
+class Parts(NamedTuple):
+    """What the first launch of `attend` made of the parts of a row."""
+
+    scratch: mx.array  # [N, parts, ..] float32
+    weights: mx.array | None  # [N, S] float32 of the queries
+    output: Output | None  # what is asked for
+    attended: bool  # whether the mass is asked for
+    template: Template
 
 
 def evict_step(
@@ -98,20 +121,129 @@ def evict_step(
             sink=sink,
             recent=recent,
         )
-    rows, length = positions.shape
-    last_mass, *others = evict_inputs(mass, arrived, decay, counted, noise, tau, schedule)
-    made = launch(
-        KERNEL,
-        backend,
-        [positions, seen, last_mass, attention, *others],
-        [(positions.shape, mx.float32), (positions.shape, mx.int32)],
-        template=evict_template(
-            mass, attention is not None, arrived, decay, counted, noise, schedule, keep_low, sink, recent
-        ),
-        groups=(rows, 1, 1),
-        threads=lanes_for(length),
+    after, left, _ = finish(
+        positions,
+        seen,
+        mass,
+        attention,
+        arrived=arrived,
+        decay=decay,
+        counted=counted,
+        noise=noise,
+        tau=tau,
+        schedule=schedule,
+        keep_low=keep_low,
+        sink=sink,
+        recent=recent,
+        backend=backend,
     )
-    return made[0], made[1]
+    return after, left
+
+
+def finish(
+    positions: mx.array,
+    seen: mx.array,
+    mass: mx.array | None,
+    attention: mx.array | None,
+    parts: Parts | None = None,
+    *,
+    arrived: mx.array | None,
+    decay: float,
+    counted: mx.array | None,
+    noise: mx.array | None,
+    tau: mx.array | None,
+    schedule: Schedule | None,
+    keep_low: bool,
+    sink: int,
+    recent: int,
+    backend: str,
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """The launch of `evict_step`: masses, positions, and of `parts`, which then give the attention, the output."""
+    attended = attention is not None if parts is None else parts.attended
+    stores = attended or (decay != 1.0 and mass is not None)
+    lanes, slots = spread_over(positions.shape[1])
+    made = iter(
+        launch(
+            KERNEL if parts is None else FINISH,
+            backend,
+            [
+                positions,
+                seen,
+                mass,
+                attention,
+                None if decay == 1.0 else arrived,
+                counted,
+                noise,
+                None if schedule is not None else tau,
+                *((None, None) if parts is None else (parts.scratch, parts.weights)),
+            ],
+            [
+                (positions.shape, mx.float32) if stores else None,
+                (positions.shape, mx.int32),
+                None if parts is None else parts.output,
+            ],
+            template={
+                **(_NO_PARTS if parts is None else parts.template),
+                **(schedule or NO_SCHEDULE).template,
+                "SLOTS": slots,
+                "RANKS": True,
+                "STORES": stores,
+                "MASSIVE": mass is not None,
+                "ATTENDED": attended,
+                "DECAYS": decay != 1.0,
+                "DECAY": bits(decay),
+                "GUARDED_DECAY": decay != 1.0 and arrived is not None,
+                "AGED": counted is not None,
+                "DRAWN": noise is not None,
+                "SCHEDULED": schedule is not None,
+                "KEEP_LOW": keep_low,
+                "SINK": sink,
+                "RECENT": recent,
+            },
+            groups=(positions.shape[0], 1, 1),
+            threads=lanes if parts is None else max(lanes, _JOINING),
+        )
+    )
+    if stores:
+        mass = next(made)
+    left = next(made)
+    return mx.zeros(positions.shape, mx.float32) if mass is None else mass, left, next(made, None)
+
+
+def combine(parts: Parts, positions: mx.array, backend: str) -> tuple[mx.array | None, mx.array]:
+    """Output, where it is asked for, and attention [N, n] of the parts of the slots: the launch without an eviction."""
+    lanes, slots = spread_over(positions.shape[1])
+    attention, *output = launch(
+        COMBINE,
+        backend,
+        [positions, *[None] * 7, parts.scratch, parts.weights],
+        [(positions.shape, mx.float32), None, parts.output],
+        template={
+            **NO_SCHEDULE.template,
+            **parts.template,
+            **dict.fromkeys(("MASSIVE", "DECAYS", "GUARDED_DECAY", "AGED", "DRAWN", "SCHEDULED", "KEEP_LOW"), False),
+            **dict.fromkeys(("DECAY", "SINK", "RECENT"), 0),
+            "SLOTS": slots,
+            "RANKS": False,
+            "STORES": True,
+            "ATTENDED": True,
+        },
+        groups=(positions.shape[0], 1, 1),
+        threads=max(lanes, _JOINING),
+    )
+    return (output[0] if output else None), attention
+
+
+_NO_PARTS: Template = {
+    "JOINS": False,
+    "T": mx.float32,
+    "DV": 1,
+    "ALL": 1,
+    "COUNT": 1,
+    "UNIT": UNIT,
+    "VALUED": False,
+    "WEIGHTED": False,
+}
 
 
 def check_rows(rows: int, arrived: mx.array | None, counted: mx.array | None, tau: mx.array | None) -> None:
@@ -119,48 +251,6 @@ def check_rows(rows: int, arrived: mx.array | None, counted: mx.array | None, ta
     checks.operand("arrived", arrived, "[N, 1]", (rows, 1), mx.int32)
     checks.operand("counted", counted, "[N]", (rows,), mx.int32)
     checks.operand("tau", tau, "[N]", (rows,), mx.float32)
-
-
-def evict_inputs(
-    mass: mx.array | None,
-    arrived: mx.array | None,
-    decay: float,
-    counted: mx.array | None,
-    noise: mx.array | None,
-    tau: mx.array | None,
-    schedule: Schedule | None,
-) -> list[mx.array | None]:
-    """The kernel's inputs of these names, in this order."""
-    return [mass, None if decay == 1.0 else arrived, counted, noise, None if schedule is not None else tau]
-
-
-def evict_template(
-    mass: mx.array | None,
-    attended: bool,
-    arrived: mx.array | None,
-    decay: float,
-    counted: mx.array | None,
-    noise: mx.array | None,
-    schedule: Schedule | None,
-    keep_low: bool,
-    sink: int,
-    recent: int,
-) -> dict[str, int | bool]:
-    """The kernel's constants."""
-    return {
-        "MASSIVE": mass is not None,
-        "ATTENDED": attended,
-        "DECAYS": decay != 1.0,
-        "DECAY": bits(decay),
-        "GUARDED_DECAY": decay != 1.0 and arrived is not None,
-        "AGED": counted is not None,
-        "DRAWN": noise is not None,
-        "SCHEDULED": schedule is not None,
-        **(schedule or NO_SCHEDULE).template,
-        "KEEP_LOW": keep_low,
-        "SINK": sink,
-        "RECENT": recent,
-    }
 
 
 def reference(

@@ -198,7 +198,7 @@ def fold_tokens(
             None if names is None else names.view(mx.uint32),
             None if noise is None else noise.drawn,
             _integers(budget, sink, recent, size),
-            _floats(decay, dim**-0.5),
+            _floats(decay, dim**-0.5, 0.0, 0.0),  # 16 bytes: see `veloxfn.ops.noise.halves`
         ],
         [
             ((rows, capacity, dim), keys.dtype),
