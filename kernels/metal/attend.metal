@@ -1,5 +1,5 @@
 // Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads). LANES lanes of a SIMD
-// group share a slot, so that it takes 32 / LANES slots at once, U times. attend_combine.metal joins the parts.
+// group share a slot, so that it takes 32 / LANES slots in a load, U loads at once. attend_combine.metal joins the parts.
 //
 // scratch [N, parts, ..] holds for each row first, for each part and head,
 //   the maximum of its logits; the sum of exp(logit - maximum); the same two of what its mass is made of
@@ -13,7 +13,7 @@
 // (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE
 // (bool): heat and names are made here, for one query.
 
-constexpr int U = 4;
+constexpr int U = HEADS <= 2 ? 4 : 2;  // registers
 constexpr int ROWS = 32 / LANES;
 constexpr int C = (D + LANES * WIDE - 1) / (LANES * WIDE);
 constexpr int CV = VALUED ? (DV + LANES * WIDE - 1) / (LANES * WIDE) : 1;

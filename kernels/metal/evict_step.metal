@@ -79,9 +79,15 @@ for (uint begin = 0; begin < length; begin += SLOTS * lanes) {
         const uint strip = strips > 1 ? here / elements : 0u;
         float sum = 0.0f;
         if (e < elements && strip < strips) {
-#pragma unroll (8)
-          for (uint p = strip; p < parts; p += strips) {
-            sum += shares[VALUED ? e / DV * 32 + p : 0] * blocks[(p * ALL + e / DV) * block + 4 + e % DV];
+          for (uint base = strip; base < parts; base += 8 * strips) {
+            float some[8];
+            for (int i = 0; i < 8; i++) {
+              some[i] = blocks[(min(base + i * strips, parts - 1) * ALL + e / DV) * block + 4 + e % DV];
+            }
+            for (int i = 0; i < 8; i++) {
+              const uint p = base + i * strips;
+              if (p < parts) sum += shares[VALUED ? e / DV * 32 + p : 0] * some[i];
+            }
           }
         }
         if (strips > 1) {
