@@ -9,7 +9,7 @@ import mlx.core as mx
 from veloxfn import ops
 from veloxfn.base import Slots
 from veloxfn.placement import Absolute, seen_keys
-from veloxfn.slots import arrival_positions
+from veloxfn.slots import arrival_positions, contents
 
 if TYPE_CHECKING:
     from veloxfn.placement import Placement
@@ -94,8 +94,7 @@ def received(
         return attention.astype(mx.float32)
     own = queries is not None
     if queries is None:
-        index = mx.maximum(slots.arrived, 0)[..., None]
-        queries = mx.take_along_axis(seen_keys(placement, slots), index, axis=1)[:, None]
+        queries = contents(seen_keys(placement, slots), mx.maximum(slots.arrived, 0))[:, None]
     return attention_mass(slots, queries, placement=placement, decay=decay, own=own, temper=temper)
 
 

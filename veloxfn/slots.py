@@ -140,6 +140,8 @@ def extend(
             rotations=slots.rotations if turned else None,
         )
         index = admitted.slot[..., None]
+        if keys.shape == values.shape:
+            index = mx.broadcast_to(index, keys.shape)  # once for both
         slots = slots._replace(
             keys=mx.put_along_axis(slots.keys, index, keys, axis=1),
             values=mx.put_along_axis(slots.values, index, values, axis=1),

@@ -1,5 +1,5 @@
 // Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads). LANES lanes of a SIMD
-// group share a slot, so that it takes 32 / LANES slots in a load, U loads at once. attend_combine.metal joins the parts.
+// group share a slot, so that it takes 32 / LANES slots in a load, U loads at once. evict_step.metal joins the parts.
 //
 // scratch [N, parts, ..] holds for each row first, for each part and head,
 //   the maximum of its logits; the sum of exp(logit - maximum); the same two of what its mass is made of
@@ -29,8 +29,8 @@ const uint group = simdgroup_index_in_threadgroup;
 const uint groups = threads_per_threadgroup.x / 32;
 const uint length = positions_shape[1];
 const uint size = keys_shape[1];
-const uint heads = queries_shape[1];
 const uint count = COUNT;
+const uint heads = queries_shape[1] * count;
 const float scale = as_type<float>(uint(SCALE));
 const uint each = ((length + UNIT - 1) / UNIT + parts - 1) / parts * UNIT;
 const uint begin = part * each;

@@ -22,13 +22,19 @@ from veloxfn.ops.launch import Kernel, backend_for, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 
-__all__ = ["KERNEL", "attend", "attend_step", "reference", "rescaled", "visible_mass"]
+__all__ = ["KERNEL", "KEYS_ALONE", "attend", "attend_step", "reference", "rescaled", "visible_mass"]
 
 _TEMPER_INPUTS = ("heat", "names", "newest", "seed", "streams")
 KERNEL = Kernel(
     "attend",
     ("queries", "keys", "values", "positions", "until", "arrived", *_TEMPER_INPUTS),
     ("scratch",),
+)
+KEYS_ALONE = KERNEL._replace(
+    name="attend_keys",
+    inputs=tuple(name for name in KERNEL.inputs if name != "values"),
+    bodies=("attend",),
+    aliases=(("values", "keys"),),  # which the template says are not read
 )
 
 _LANES = 256
@@ -326,12 +332,12 @@ def _parts(
     by_recipe = temper is not None and tempering[0] is None
     schedule = temper.recipe.schedule if by_recipe and temper is not None and temper.recipe is not None else NO_SCHEDULE
     made = launch(
-        KERNEL,
+        KERNEL if values is not None else KEYS_ALONE,
         backend,
         [
-            queries.reshape(rows, heads, dim),
+            queries,
             keys,
-            keys if values is None else values,
+            *([] if values is None else [values]),
             positions,
             until,
             arrived,

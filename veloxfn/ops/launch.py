@@ -41,7 +41,7 @@ class Kernel(NamedTuple):
     bodies: tuple[str, ...] = ()  # none = the name; each reads what the ones before wrote at the same lane
     absent: tuple[str, ...] = ()  # inputs that are not given
     unmade: tuple[str, ...] = ()  # outputs that are not made
-    aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for an output: (name, output)
+    aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for another array: (name, array)
 
 
 Output = tuple[tuple[int, ...], mx.Dtype]
