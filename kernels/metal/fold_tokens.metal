@@ -253,7 +253,11 @@ for (int t = -1; t < int(count); t++) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (!counts) continue;
 
-  for (uint i = lane; i < D; i += LANES) kept_keys[given * D + i] = coming[(buffer ^ 1) * D + i];
+#pragma unroll
+  for (uint i = 0; i < KEY_PARTS; i++) {
+    const uint e = lane + i * LANES;
+    if (e < D) kept_keys[given * D + e] = coming[(buffer ^ 1) * D + e];
+  }
 #pragma unroll
   for (uint i = 0; i < VALUE_PARTS; i++) {
     const uint e = lane + i * LANES;
