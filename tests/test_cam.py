@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import veloxfn
-from veloxfn import cam, draws, h2o
+from veloxfn import cadence, cam, draws, h2o
 from veloxfn.ops.merge_targets import merge_probability
 
 
@@ -219,3 +219,23 @@ def test_losers_of_a_long_block_are_merged_in_tiles(monkeypatch):
             tiled = run(config, keys, values, queries)
         for leaf, twin in zip([*whole.slots, whole.mass], [*tiled.slots, tiled.mass], strict=True):
             assert np.allclose(leaf, twin, rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_with_cadence_token_traces_one_step_of_a_full_cache(monkeypatch):
+    made, make = [], cadence._step
+
+    def counted(*arguments):
+        made.append(arguments)
+        return make(*arguments)
+
+    monkeypatch.setattr(cadence, "_step", counted)
+    config = cam.Config(budget=9, sink=2, cadence="token", seed=20_131)  # a trace of its own
+    policy, block = cam.policy(config), mx.random.normal((2, 40, 8), key=mx.random.key(3))
+    state = policy.update_batched(policy.init_state(2, 8, dtype=mx.float32), block, block, queries=block[:, None])
+    assert len(made) == 2, "the first token's, and one for all that follow"
+    alone = policy.init_state(2, 8, dtype=mx.float32)
+    for t in range(40):
+        part = block[:, t : t + 1]
+        alone = policy.update_batched(alone, part, part, queries=part[:, None])
+    for left, right in zip(cam.get_kv(config, state), cam.get_kv(config, alone), strict=True):
+        assert mx.array_equal(left, right)

@@ -26,6 +26,7 @@ from veloxfn.slots import (
     take_back,
     with_arrival_rotations,
     with_columns,
+    with_room,
     with_slots,
 )
 
@@ -96,6 +97,8 @@ def replay(
         length = state.slots.positions.shape[1]
         if rule is not None and length <= config.budget + 1:  # else of a larger budget before
             return _folded(config, state, block.after(t), rule.after(t))
+        if 0 < length <= config.budget < length + count - t:  # the graph of a full cache for all steps, traced once
+            state, length = with_room(state, config.budget + 1), config.budget + 1
         backend = backend_for(None)
         fuses = length == config.budget + 1 and backend != "host"  # which cannot be traced
         step = _fused_step(absorb, evict, config, backend) if fuses else _step(absorb, evict, config)

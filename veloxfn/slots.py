@@ -38,6 +38,7 @@ __all__ = [
     "take_rows",
     "with_arrival_rotations",
     "with_columns",
+    "with_room",
     "with_slots",
 ]
 
@@ -389,6 +390,15 @@ def shrink(state: S, length: int) -> S:
     if slots.rotations.shape[1]:
         slots = slots._replace(rotations=mx.pad(slots.rotations, [(0, 0), (0, size - slots.rotations.shape[1])]))
     return with_slots(state, slots)
+
+
+def with_room(state: S, length: int) -> S:
+    """The state with free slots, whose columns are 0, behind those that it has: n = length, at least 1 before."""
+    slots = state.slots
+    more = length - slots.positions.shape[1]
+    positions = mx.pad(slots.positions, [(0, 0), (0, more)], constant_values=-1)
+    state = with_slots(state, slots._replace(positions=positions))
+    return map_columns(lambda column: mx.pad(column, [(0, 0)] * (column.ndim - 1) + [(0, more)]), state)
 
 
 def map_columns(function: Callable[[mx.array], mx.array], state: S) -> S:
