@@ -403,7 +403,7 @@ def test_wrong_calls():
 
 
 def test_without_a_compiler_it_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(emulation, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(emulation, "kept_files", lambda: tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"needs g\+\+ on Linux"):
         one("// a text that was never built\nout[0] = 1;")

@@ -230,6 +230,28 @@ def test_what_a_query_does_not_see_does_not_drown_what_it_sees(backend, monkeypa
     assert_near(attend(queries, keys, values, positions, until, temper=how, backend=backend), want, values, positions)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("count", [1, 40])  # parts of a row; a tile of products
+def test_a_product_that_its_temperature_makes_infinite_takes_part_in_no_mass(backend, dtype, count):
+    keys = np.ones((1, 48, 4), np.float32)
+    keys[0, 1], keys[0, 2, 0] = 50, 3e38  # a heavy one; finite, but not over 0.25
+    keys, queries = mx.array(keys).astype(dtype), mx.ones((1, 1, count, 4), dtype)
+    positions = mx.arange(48, dtype=mx.int32)[None]
+    until, temper = mx.arange(48 - count, 48, dtype=mx.int32)[None], Temper(mx.full((1, count), 0.25))
+    mass = on_cpu(attention_mass, queries, keys, positions, until, None, temper, backend="reference")
+    assert mass[0, 1].item() == pytest.approx(count)
+    assert mass[0, 2].item() == 0
+    have = attention_mass(queries, keys, positions, until, None, temper, backend=backend)
+    assert np.allclose(floats(have), floats(mass), **MASS_ERROR)
+    if count == 1:
+        values, seen = mx.ones((1, 48, 4), dtype), mx.array([48])
+        _, mass, left = attend_step(
+            queries, keys, values, positions, seen, mx.ones((1, 48)), temper=temper, sink=0, recent=1, backend=backend
+        )
+        assert mass[0, 1].item() == 2
+        assert left.tolist() == [[-1, *range(1, 48)]]
+
+
 def test_equal_keys_receive_equal_masses(backend):
     keys = mx.full((1, 700, 32), 0.25, mx.float16)
     given = mx.ones((1, 4, 1, 32), mx.float16), keys, keys, mx.arange(700, dtype=mx.int32)[None]

@@ -3,14 +3,13 @@
 import importlib
 import pkgutil
 import re
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 import veloxfn.ops
-from veloxfn.ops import launch
+from veloxfn.ops import kept
 from veloxfn.ops.launch import Kernel, _folder, included, source_of
 
 FILES = sorted(path for path in (_folder() / "metal").glob("*.metal") if path.name != "common.metal")
@@ -169,8 +168,22 @@ def expanded(text):
     return re.sub(r'#include "([^"]+)"\n', lambda found: Path(found[1]).read_text(), text)
 
 
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """Where files are kept, by a name that can be chosen."""
+
+    def chosen(name):
+        made = tmp_path / name
+        made.mkdir()
+        monkeypatch.setattr(kept, "kept_files", lambda: made)
+        return made
+
+    return chosen
+
+
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_cuda_gets_the_text_by_the_names_of_its_files_and_the_shapes_it_asks_for(name):
+def test_cuda_gets_the_text_by_the_names_of_files_and_the_shapes_it_asks_for(name, folder):
+    folder("kept")
     kernel = KERNELS[name]
     whole, (header, body) = source_of(kernel, "cuda"), included(kernel)
     assert expanded(header) == whole[0]
@@ -181,11 +194,24 @@ def test_cuda_gets_the_text_by_the_names_of_its_files_and_the_shapes_it_asks_for
     assert len(header + body) < 1500, "MLX hashes it in every launch"
 
 
-def test_cuda_gets_the_text_itself_from_a_folder_whose_name_no_include_can_hold(monkeypatch, tmp_path):
-    folder = tmp_path / 'a"b'
-    shutil.copytree(_folder(), folder)
+def test_a_changed_file_is_written_anew_and_an_installation_may_change(folder):
+    made = folder("kept")
     kernel = KERNELS["weakest"]
-    monkeypatch.setattr(launch, "_folder", lambda: folder)
+    before = included(kernel)
+    for path in made.iterdir():
+        path.write_text("int changed;")
+    assert included(kernel) == before
+    assert expanded(before[0]) == source_of(kernel, "cuda")[0]
+    assert str(_folder()) not in "".join(before)
+
+
+def test_cuda_gets_the_text_itself_where_no_file_can_be_named_or_written(folder, monkeypatch):
+    kernel = KERNELS["weakest"]
+    folder('a"b')
+    assert included(kernel) == source_of(kernel, "cuda")
+    monkeypatch.setattr(kept, "kept_files", lambda: None)
+    assert included(kernel) == source_of(kernel, "cuda")
+    folder("gone").rmdir()
     assert included(kernel) == source_of(kernel, "cuda")
     assert "#include" not in included(kernel)[1]
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from veloxfn import ops
 from veloxfn.base import Slots
 from veloxfn.placement import Absolute, seen_keys
-from veloxfn.slots import arrival_positions, contents
+from veloxfn.slots import arrival_positions
 
 if TYPE_CHECKING:
     from veloxfn.placement import Placement
@@ -94,7 +94,8 @@ def received(
         return attention.astype(mx.float32)
     own = queries is not None
     if queries is None:
-        queries = contents(seen_keys(placement, slots), mx.maximum(slots.arrived, 0))[:, None]
+        index = mx.maximum(slots.arrived, 0)[..., None]
+        queries = mx.take_along_axis(seen_keys(placement, slots), index, axis=1)[:, None]
     return attention_mass(slots, queries, placement=placement, decay=decay, own=own, temper=temper)
 
 

@@ -158,6 +158,7 @@ for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U
         const int pair = h * U + u;
         const float zeta = NOISY ? simd_shuffle(drawn[pair / LANES], line * LANES + pair % LANES) : 0.0f;
         x[u][h] = (x[u][h] + zeta) / warmth[h];
+        x[u][h] = finite(x[u][h]) ? x[u][h] : -INFINITY;
         highest = max(highest, x[u][h]);
       }
       if (highest > -INFINITY) {

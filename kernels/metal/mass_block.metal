@@ -1,6 +1,6 @@
 // Column sums of the softmax of a tile of queries, added to what the slots had: a threadgroup per (strip, row), its lanes
-// over the slots that the tile's last query can see, C of them each at least. The queries of a strip come one after the other, Q at a time, so that every product is
-// read once.
+// over the slots that the tile's last query can see, C of them each at least. The queries of a strip come one after the
+// other, Q at a time, so that every product is read once.
 //
 // products [N, G, T, n] are q . k of the queries first .. first + T - 1; logit = SCALE * product, or that plus noise,
 // divided by heat. mass [N, strips, n]:
@@ -43,6 +43,7 @@ for (int c = 0; c < C; c++) {
 for (uint base = strip * Q; base < queries; base += strips * Q) {
   float x[Q][C];
   float share[Q];
+#pragma unroll
   for (int q = 0; q < Q; q++) {
     const uint query = min(base + q, queries - 1);
     const uint t = before + query % count;
@@ -67,6 +68,7 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
       logit = position <= uint(limit) && finite(logit) ? logit : -INFINITY;
       if (NOISY) logit += hashed_gumbel(low, high, int(position));
       if (TEMPERED) logit = logit / warmth;
+      if (TEMPERED) logit = finite(logit) ? logit : -INFINITY;
       x[q][c] = logit;
       top = max(top, logit);
       if (!HELD && c % 8 == 7) simdgroup_barrier(mem_flags::mem_none);
@@ -75,6 +77,7 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
     if (lane == 0) tops[q * 16 + group] = top;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
   for (int q = 0; q < Q; q++) {
     const float highest = simd_max(lane < groups ? float(tops[q * 16 + lane]) : -INFINITY);
     const float top = highest > -INFINITY ? highest : 0.0f;
@@ -87,6 +90,7 @@ for (uint base = strip * Q; base < queries; base += strips * Q) {
     if (lane == 0) sums[q * 16 + group] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma unroll
   for (int q = 0; q < Q; q++) {
     const float total = simd_sum(lane < groups ? float(sums[q * 16 + lane]) : 0.0f);
     const float part = total > 0.0f ? share[q] / total : 0.0f;

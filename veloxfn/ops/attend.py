@@ -322,10 +322,10 @@ def _parts(
     while together < min(heads, 8 if max(dim, wide) <= 128 else 4):
         together *= 2
     chunks = -(-heads // together)
-    units = -(-length // UNIT)
+    units = max(1, -(-length // UNIT))
     parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), units))
     slots = -(-units // parts) * UNIT
-    parts = -(-length // slots)
+    parts = max(1, -(-length // slots))
     block = 4 + (0 if values is None else wide) + (slots if attended else 0)
     lanes, width = _lanes(max(dim, wide), together, queries.dtype.size)
     tempering = _tempering(temper, rows, heads, count)

@@ -19,6 +19,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
+from veloxfn.ops.kept import kept
 
 __all__ = ["BACKENDS", "Kernel", "backend_for", "lanes_for", "launch", "source_of", "spread_over", "using"]
 
@@ -158,6 +159,7 @@ def spread_over(length: int) -> tuple[int, int]:
 
     Few are idle where length is a power of two and one more, as for a full cache.
     """
+    length = max(length, 1)
     each = -(-length // -(-length // (8 * 544)))  # of one round
     slots = 1
     while slots * 544 < each:
@@ -214,39 +216,29 @@ def _made(kernel: Kernel, backend: str) -> Callable[..., Any]:
 @cache
 def source_of(kernel: Kernel, backend: str) -> tuple[str, str]:
     """Header and body of a kernel for a back end: "metal", "cuda" or "host"."""
-    headers, bodies = _files(kernel, backend)
-    return "".join(path.read_text() for path in headers), _joined(kernel, [path.read_text() for path in bodies])
+    folder = _folder()
+    header = (folder / f"msl_{backend}.h").read_text() + (folder / "metal" / "common.metal").read_text()
+    texts = [(folder / "metal" / f"{body}.metal").read_text() for body in kernel.bodies or (kernel.name,)]
+    named = [f"const Absent {name}, {name}_shape;\n" for name in kernel.absent]
+    named += [f"float {name}[1];\n" for name in kernel.unmade]
+    named += [f"auto {name} = {array};\n" for name, array in kernel.aliases]
+    return header, "".join(named) + (texts[0] if len(texts) == 1 else "".join(f"{{\n{text}}}\n" for text in texts))
 
 
 def included(kernel: Kernel) -> tuple[str, str]:
-    """Header and body for CUDA that name their files in place of holding them.
+    """Header and body for CUDA that name files in place of holding them; the texts themselves where there are no files.
 
-    MLX hashes the whole text of a CUDA kernel in every launch: 4 us for 20 kB.
+    MLX hashes the whole text of a CUDA kernel in every launch, 4 us for 20 kB. The files are copies of their own: MLX
+    may build a kernel long after its name was made, and an installation may change in between.
     """
-    headers, bodies = _files(kernel, "cuda")
-    text = source_of(kernel, "cuda")[1]
-    if not all(path.as_posix().isprintable() and not set(path.as_posix()) & set('"\\') for path in headers + bodies):
-        return source_of(kernel, "cuda")
+    header, body = texts = source_of(kernel, "cuda")
+    paths = [path.as_posix() for text in texts if (path := kept(text)) is not None]
+    if len(paths) < len(texts) or not all(path.isprintable() and not set(path) & set('"\\') for path in paths):
+        return header, body
     # MLX passes on the shapes whose names it finds here.
     asked = [f"{name}_{what}" for name in kernel.inputs for what in ("shape", "strides", "ndim")]
-    shapes = f"// {' '.join(name for name in asked if name in text)}\n"
-    header = "".join(f'#include "{path.as_posix()}"\n' for path in headers)
-    return header, shapes + _joined(kernel, [f'#include "{path.as_posix()}"\n' for path in bodies])
-
-
-def _files(kernel: Kernel, backend: str) -> tuple[list[Path], list[Path]]:
-    """Of the header and of the body."""
-    folder = _folder()
-    headers = [folder / f"msl_{backend}.h", folder / "metal" / "common.metal"]
-    return headers, [folder / "metal" / f"{body}.metal" for body in kernel.bodies or (kernel.name,)]
-
-
-def _joined(kernel: Kernel, bodies: Sequence[str]) -> str:
-    """The body of a kernel, of the texts of its bodies."""
-    named = [f"const Absent {name}, {name}_shape;\n" for name in kernel.absent]
-    named += [f"float {name}[1];\n" for name in kernel.unmade]
-    named += [f"auto {name} = {output};\n" for name, output in kernel.aliases]
-    return "".join(named) + (bodies[0] if len(bodies) == 1 else "".join(f"{{\n{text}}}\n" for text in bodies))
+    shapes = " ".join(name for name in asked if name in body)
+    return f'#include "{paths[0]}"\n', f'// {shapes}\n#include "{paths[1]}"\n'
 
 
 def _folder() -> Path:

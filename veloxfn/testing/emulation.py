@@ -30,6 +30,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from veloxfn.ops.kept import kept_files
 from veloxfn.ops.launch import Kernel, Output, Template, source_of
 
 __all__ = ["ORDERS", "THREADGROUP_BYTES", "KernelError", "available", "run", "run_source"]
@@ -323,23 +324,12 @@ def _stacks() -> int:
 
 
 @cache
-def _folder() -> Path:
-    """Of built kernels, this user's."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    for folder in (Path(base).expanduser() / "veloxfn", Path(tempfile.gettempdir()) / f"veloxfn-{os.getuid()}"):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
-    raise RuntimeError("no folder to build kernels in: set XDG_CACHE_HOME")
-
-
-@cache
 def _loaded(text: str, name: str) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join([text, os.uname().machine, *_FLAGS]).encode()).hexdigest()[:24]
-    built = _folder() / f"{key}.so"
+    folder = kept_files()
+    if folder is None:
+        raise RuntimeError("no folder to build kernels in: set XDG_CACHE_HOME")
+    built = folder / f"{key}.so"
     if not built.exists():
         _build(text, built, name)
     library = ctypes.CDLL(str(built))
