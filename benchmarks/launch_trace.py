@@ -1,9 +1,10 @@
 """What a GPU really runs for one evaluated step of each method, noted by NVIDIA's CUPTI.
 
-    python benchmarks/launch_trace.py [--library launch_trace.so] [--json FILE]
+    python benchmarks/launch_trace.py [--layers 1] [--budget 2048] [--library launch_trace.so] [--json FILE]
 
-CUPTI notes every kernel, copy and fill, those of CUDA graphs one by one. The library is built from launch_trace.c with
-gcc and CUPTI's headers where it is not given.
+With several layers in one evaluation, whose caches push each other out of the GPU's own, the figures are per layer, and
+a kernel's time is the mean of its launches. CUPTI notes every kernel, copy and fill, those of CUDA graphs one by one. The
+library is built from launch_trace.c with gcc and CUPTI's headers where it is not given.
 """
 
 from __future__ import annotations
@@ -36,19 +37,34 @@ class Ran(NamedTuple):
     seconds: float  # of the kernels, one after the other
     copies: int
     fills: int
+    each: tuple[float, ...] = ()  # seconds of each kernel
 
 
 def read(text: str) -> Ran:
     """The lines of launch_trace.c."""
-    kernels, seconds = [], 0.0
+    kernels, each = [], []
     lines = text.splitlines()
     for line in lines:
         if line.startswith("K "):
             _, taken, name = line.split(" ", 2)
             kernels.append(short(name))
-            seconds += float(taken)
-    counts = (sum(line.startswith(f"{kind} ") for line in lines) for kind in "CF")
-    return Ran(tuple(kernels), seconds, *counts)
+            each.append(float(taken))
+    copies, fills = (sum(line.startswith(f"{kind} ") for line in lines) for kind in "CF")
+    return Ran(tuple(kernels), sum(each), copies, fills, tuple(each))
+
+
+def per_layer(ran: Ran, layers: int) -> Ran:
+    """One layer's share: every kernel once for each launch of a layer, with the mean of its times."""
+    if layers == 1:
+        return ran
+    kernels: list[str] = []
+    each: list[float] = []
+    for name in dict.fromkeys(ran.kernels):
+        times = [taken for kernel, taken in zip(ran.kernels, ran.each, strict=True) if kernel == name]
+        count = max(1, round(len(times) / layers))
+        kernels += [name] * count
+        each += [sum(times) / len(times)] * count
+    return Ran(tuple(kernels), ran.seconds / layers, ran.copies, ran.fills, tuple(each))
 
 
 def short(mangled: str) -> str:
@@ -111,15 +127,15 @@ def _built(folder: Path) -> Path:
     return made
 
 
-def steps(trace: Trace) -> Iterator[dict[str, Any]]:
-    """One compiled step of every method in steady state, one layer, and attention alone."""
+def steps(trace: Trace, count: int, budget: int) -> Iterator[dict[str, Any]]:
+    """One compiled step of every method in steady state, so many layers, and attention alone."""
     import layers
     import mlx.core as mx
     from sides import Shape
 
     import kernels
 
-    shape = Shape(32, 128, 1, 2048)
+    shape = Shape(32, 128, 1, budget)
     for method in (*kernels.METHODS, "h2o age-normalised"):
         config = kernels.config_of(method, shape.budget)
         for name, make in (
@@ -130,9 +146,10 @@ def steps(trace: Trace) -> Iterator[dict[str, Any]]:
         ):
             if make is layers.attending_apart and not layers.ranks_by_output(config):
                 continue
-            made = layers.own(make, config, shape, mx.float16, 1)
-            yield _told(method, name, shape, _fewest(trace, made))
-    yield _told("-", "attention alone", shape, _fewest(trace, layers.sdpa(shape, mx.float16, 1)))
+            made = layers.own(make, config, shape, mx.float16, count)
+            yield _told(method, name, shape, per_layer(_fewest(trace, made), count))
+    alone = _fewest(trace, layers.sdpa(shape, mx.float16, count))
+    yield _told("-", "attention alone", shape, per_layer(alone, count))
 
 
 def _fewest(trace: Trace, made: Any) -> Ran:
@@ -155,15 +172,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, metavar="FILE", help="launch_trace.c, built already")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--layers", type=int, default=1, metavar="N", help="in one evaluation (default 1)")
+    parser.add_argument("--budget", type=int, default=2048, metavar="ROWS", help="default 2048")
     options = parser.parse_args(arguments)
     trace = Trace(options.library)
     rows = []
-    print(reporting.head("method", "step", "kernels", "copies", "fills", "GPU time", "names"), flush=True)
-    for told in steps(trace):
+    print(reporting.head("method", "step", "kernels", "copies", "fills", "GPU time", "names, us"), flush=True)
+    for told in steps(trace, options.layers, options.budget):
         rows.append(told)
         figures = (told["launches"], told["copies"], told["fills"], f"{told['seconds'] * 1e6:.1f} us")
-        print(reporting.row(told["method"], told["step"], *figures, ", ".join(told["kernels"])), flush=True)
-        reporting.write(options.json, "mlx-cuda-13", script="launch_trace", rows=rows)
+        names = [f"{name} {taken * 1e6:.1f}" for name, taken in zip(told["kernels"], told["each"], strict=True)]
+        print(reporting.row(told["method"], told["step"], *figures, ", ".join(names)), flush=True)
+        reporting.write(options.json, "mlx-cuda-13", script="launch_trace", layers=options.layers, rows=rows)
     print(json.dumps({"rows": len(rows)}))
 
 

@@ -156,7 +156,9 @@ def launch_table(told: Told) -> str:
 
 
 def traced(told: Told) -> str:
-    """What the GPU really ran."""
+    """What the GPU really ran for one layer."""
+    if told.get("layers", 1) != 1:
+        raise ValueError(f"the table of launches is of one layer, got a run of {told['layers']}")
     lines = [reporting.head("method", "step", "kernels", "copies", "fills", "GPU time", "names")]
     for one in told["rows"]:
         counts = (one[name] for name in ("method", "step", "launches", "copies", "fills"))

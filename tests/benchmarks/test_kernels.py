@@ -233,9 +233,23 @@ def test_what_the_gpu_ran_is_read_and_told():
     assert ran.kernels == ("copy_kernel", "plain", "custom_kernel_veloxfn_attend_float16")
     assert (ran.copies, ran.fills) == (2, 1)
     assert ran.seconds == pytest.approx(45e-6)
+    assert ran.each == pytest.approx((5e-6, 15e-6, 25e-6))
     told = launch_trace._told("h2o", "attend, evict", TINY, ran)
     table = tables.tables_of({"script": "launch_trace", "rows": [told]})["launch trace"]
     assert "| h2o | attend, evict | 3 | 2 | 1 | 45.0 us | copy_kernel, plain," in table
+
+
+def test_the_share_of_one_layer_of_several():
+    text = "".join(
+        f"K 0.00000{taken} {name}\n" for name, taken in [("a", 1), ("b", 2), ("b", 4), ("a", 3), ("b", 2), ("b", 8)]
+    )
+    ran = launch_trace.per_layer(launch_trace.read(text), 2)
+    assert ran.kernels == ("a", "b", "b")
+    assert ran.each == pytest.approx((2e-6, 4e-6, 4e-6))
+    assert ran.seconds == pytest.approx(10e-6)
+    assert launch_trace.per_layer(launch_trace.read(text), 1).kernels == ("a", "b", "b", "a", "b", "b")
+    with pytest.raises(ValueError, match="of one layer, got a run of 2"):
+        tables.tables_of({"script": "launch_trace", "layers": 2, "rows": []})
 
 
 def test_a_later_run_replaces_figures_of_an_earlier_one():
