@@ -2,9 +2,9 @@
 
     python benchmarks/launch_trace.py [--layers 1] [--budget 2048] [--library launch_trace.so] [--json FILE]
 
-With several layers in one evaluation, whose caches push each other out of the GPU's own, the figures are per layer, and
-a kernel's time is the mean of its launches. CUPTI notes every kernel, copy and fill, those of CUDA graphs one by one. The
-library is built from launch_trace.c with gcc and CUPTI's headers where it is not given.
+With several layers in one evaluation, whose caches push each other out of the GPU's own, the figures are per layer,
+and a kernel's time is the mean of its launches. CUPTI notes every kernel, copy and fill, those of CUDA graphs one by
+one. The library is built from launch_trace.c with gcc and CUPTI's headers where it is not given.
 """
 
 from __future__ import annotations
