@@ -21,7 +21,6 @@ from veloxfn.slots import (
     arrival_positions,
     arrival_rotations,
     arrivals,
-    map_columns,
     settle,
     take_back,
     with_arrival_rotations,
@@ -228,7 +227,7 @@ def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
         positions=folded.positions,
         seen=slots.seen + block.valid.sum(axis=1).astype(mx.int32),
     )
-    more = folded.positions.shape[1] - state.slots.positions.shape[1]
-    state = map_columns(lambda column: mx.pad(column, [(0, 0), (0, more)]) if more else column, state)
+    if folded.positions.shape[1] > state.slots.positions.shape[1]:
+        state = with_room(state, folded.positions.shape[1])
     columns = {name: one for name, one in (("mass", folded.mass), ("noise", folded.noise)) if one is not None}
     return settle(with_columns(with_slots(state, slots), columns))

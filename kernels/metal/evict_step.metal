@@ -1,4 +1,5 @@
-// One threadgroup per row: what every slot receives, the masses with it, then the slot that loses, whose position becomes -1.
+// One threadgroup per row, of 544 lanes at most: what every slot receives, the masses with it, then the slot that loses,
+// whose position becomes -1.
 //
 //   attention_j = sum_h weight_t exp(x_hj - top_h) / total_h / query heads    where JOINS, of the parts in `scratch`, as in
 //                 attend.metal, which also give the output of every head; else as given

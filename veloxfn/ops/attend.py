@@ -17,7 +17,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
-from veloxfn.ops.evict_step import UNIT, Parts, check_rows, combine, evict_step, finish
+from veloxfn.ops.evict_step import UNIT, Parts, Rule, combine, stepped
 from veloxfn.ops.launch import Kernel, backend_for, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
@@ -218,12 +218,10 @@ def attend_step(
     rows, _, count, dim = queries.shape
     if count != 1:
         raise ValueError(f"attend_step takes the query of one token, got S = {count}")
-    checks.slot_columns(positions, seen, mass=mass, noise=noise)
-    check_rows(rows, arrived, counted, tau)
+    rule = Rule(arrived, decay, counted, noise, tau, schedule, keep_low, sink, recent)
+    rule.check(positions, seen, mass)
     if values is None and scale is not None:
         raise ValueError(f"scale is for the output, which values=None does without, got scale={scale}")
-    if (noise is None) != (tau is None):
-        raise ValueError("noise and tau go together: give both or neither")
     backend = backend_for(backend)
     if backend == "reference" or not _fits(queries, keys, values):
         until = None
@@ -239,42 +237,11 @@ def attend_step(
             output, attention = attend(
                 queries, keys, values, positions, until, scale=scale, temper=temper, backend=backend
             )
-        stepped = evict_step(
-            positions,
-            seen,
-            mass,
-            attention if attended else None,
-            arrived=arrived,
-            decay=decay,
-            counted=counted,
-            noise=noise,
-            tau=tau,
-            schedule=schedule,
-            keep_low=keep_low,
-            sink=sink,
-            recent=recent,
-            backend=backend,
-        )
-        return output, *stepped
+        after, left, _ = stepped(positions, seen, mass, attention if attended else None, rule, backend)
+        return output, after, left
     scale = dim**-0.5 if scale is None else _checked(scale)
     parts = _parts(queries, keys, values, positions, None, scale, temper, None, backend, attended, arrived)
-    after, left, output = finish(
-        positions,
-        seen,
-        mass,
-        None,
-        parts,
-        arrived=arrived,
-        decay=decay,
-        counted=counted,
-        noise=noise,
-        tau=tau,
-        schedule=schedule,
-        keep_low=keep_low,
-        sink=sink,
-        recent=recent,
-        backend=backend,
-    )
+    after, left, output = stepped(positions, seen, mass, None, rule, backend, parts)
     return output, after, left
 
 

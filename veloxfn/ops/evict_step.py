@@ -24,13 +24,13 @@ __all__ = [
     "KERNEL",
     "UNIT",
     "Parts",
-    "check_rows",
+    "Rule",
     "combine",
     "evict_step",
-    "finish",
     "importance_of",
     "kept_by",
     "reference",
+    "stepped",
     "updated_mass",
 ]
 
@@ -55,6 +55,32 @@ class Parts(NamedTuple):
     output: Output | None  # what is asked for
     attended: bool  # whether the mass is asked for
     template: Template
+
+
+class Rule(NamedTuple):
+    """How masses change and what slots are ranked by: arguments as for `evict_step`."""
+
+    arrived: mx.array | None
+    decay: float
+    counted: mx.array | None
+    noise: mx.array | None
+    tau: mx.array | None
+    schedule: Schedule | None
+    keep_low: bool
+    sink: int
+    recent: int
+
+    def check(
+        self, positions: mx.array, seen: mx.array, mass: mx.array | None, attention: mx.array | None = None
+    ) -> None:
+        """Raise unless all arrays have their shapes and types, and noise and tau come together."""
+        checks.slot_columns(positions, seen, mass=mass, attention=attention, noise=self.noise)
+        rows = positions.shape[0]
+        checks.operand("arrived", self.arrived, "[N, 1]", (rows, 1), mx.int32)
+        checks.operand("counted", self.counted, "[N]", (rows,), mx.int32)
+        checks.operand("tau", self.tau, "[N]", (rows,), mx.float32)
+        if (self.noise is None) != (self.tau is None):
+            raise ValueError("noise and tau go together: give both or neither")
 
 
 def evict_step(
@@ -101,66 +127,29 @@ def evict_step(
         ValueError: a wrong shape, or one of noise and tau without the other.
         TypeError: an array of another type.
     """
-    checks.slot_columns(positions, seen, mass=mass, attention=attention, noise=noise)
-    check_rows(positions.shape[0], arrived, counted, tau)
-    if (noise is None) != (tau is None):
-        raise ValueError("noise and tau go together: give both or neither")
-    backend = backend_for(backend)
-    if backend == "reference":
-        return reference(
-            positions,
-            seen,
-            mass,
-            attention,
-            arrived=arrived,
-            decay=decay,
-            counted=counted,
-            noise=noise,
-            tau=tau,
-            keep_low=keep_low,
-            sink=sink,
-            recent=recent,
-        )
-    after, left, _ = finish(
-        positions,
-        seen,
-        mass,
-        attention,
-        arrived=arrived,
-        decay=decay,
-        counted=counted,
-        noise=noise,
-        tau=tau,
-        schedule=schedule,
-        keep_low=keep_low,
-        sink=sink,
-        recent=recent,
-        backend=backend,
-    )
+    rule = Rule(arrived, decay, counted, noise, tau, schedule, keep_low, sink, recent)
+    rule.check(positions, seen, mass, attention)
+    after, left, _ = stepped(positions, seen, mass, attention, rule, backend_for(backend))
     return after, left
 
 
-def finish(
+def stepped(
     positions: mx.array,
     seen: mx.array,
     mass: mx.array | None,
     attention: mx.array | None,
-    parts: Parts | None = None,
-    *,
-    arrived: mx.array | None,
-    decay: float,
-    counted: mx.array | None,
-    noise: mx.array | None,
-    tau: mx.array | None,
-    schedule: Schedule | None,
-    keep_low: bool,
-    sink: int,
-    recent: int,
+    rule: Rule,
     backend: str,
+    parts: Parts | None = None,
 ) -> tuple[mx.array, mx.array, mx.array | None]:
-    """The launch of `evict_step`: masses, positions, and of `parts`, which then give the attention, the output."""
+    """`evict_step` without its checks: masses, positions, and of `parts`, which then give the attention, the output."""
+    if backend == "reference":
+        options = rule._asdict()
+        del options["schedule"]  # tau has its value
+        return *reference(positions, seen, mass, attention, **options), None
     attended = attention is not None if parts is None else parts.attended
-    stores = attended or (decay != 1.0 and mass is not None)
+    decays = rule.decay != 1.0
+    stores = attended or (decays and mass is not None)
     lanes, slots = spread_over(positions.shape[1])
     made = iter(
         launch(
@@ -171,10 +160,10 @@ def finish(
                 seen,
                 mass,
                 attention,
-                None if decay == 1.0 else arrived,
-                counted,
-                noise,
-                None if schedule is not None else tau,
+                rule.arrived if decays else None,
+                rule.counted,
+                rule.noise,
+                None if rule.schedule is not None else rule.tau,
                 *((None, None) if parts is None else (parts.scratch, parts.weights)),
             ],
             [
@@ -184,21 +173,21 @@ def finish(
             ],
             template={
                 **(_NO_PARTS if parts is None else parts.template),
-                **(schedule or NO_SCHEDULE).template,
+                **(rule.schedule or NO_SCHEDULE).template,
                 "SLOTS": slots,
                 "RANKS": True,
                 "STORES": stores,
                 "MASSIVE": mass is not None,
                 "ATTENDED": attended,
-                "DECAYS": decay != 1.0,
-                "DECAY": bits(decay),
-                "GUARDED_DECAY": decay != 1.0 and arrived is not None,
-                "AGED": counted is not None,
-                "DRAWN": noise is not None,
-                "SCHEDULED": schedule is not None,
-                "KEEP_LOW": keep_low,
-                "SINK": sink,
-                "RECENT": recent,
+                "DECAYS": decays,
+                "DECAY": bits(rule.decay),
+                "GUARDED_DECAY": decays and rule.arrived is not None,
+                "AGED": rule.counted is not None,
+                "DRAWN": rule.noise is not None,
+                "SCHEDULED": rule.schedule is not None,
+                "KEEP_LOW": rule.keep_low,
+                "SINK": rule.sink,
+                "RECENT": rule.recent,
             },
             groups=(positions.shape[0], 1, 1),
             threads=lanes if parts is None else max(lanes, _JOINING),
@@ -244,13 +233,6 @@ _NO_PARTS: Template = {
     "VALUED": False,
     "WEIGHTED": False,
 }
-
-
-def check_rows(rows: int, arrived: mx.array | None, counted: mx.array | None, tau: mx.array | None) -> None:
-    """Raise unless the rows' own arguments have their shapes and types."""
-    checks.operand("arrived", arrived, "[N, 1]", (rows, 1), mx.int32)
-    checks.operand("counted", counted, "[N]", (rows,), mx.int32)
-    checks.operand("tau", tau, "[N]", (rows,), mx.float32)
 
 
 def reference(

@@ -157,7 +157,8 @@ def lanes_for(length: int) -> int:
 def spread_over(length: int) -> tuple[int, int]:
     """Threads of a threadgroup, at most 544, and the elements, at most 8, whose loads each has under way at once.
 
-    Few are idle where length is a power of two and one more, as for a full cache.
+    Few are idle where length is a power of two and one more, as for a full cache. `joined` of evict_step.metal has room
+    for as many threads.
     """
     length = max(length, 1)
     each = -(-length // -(-length // (8 * 544)))  # of one round
