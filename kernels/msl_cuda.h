@@ -61,8 +61,9 @@ __device__ __forceinline__ float simd_max(float x) {
 
 template <typename To, typename From> __device__ __forceinline__ To as_type(From x) {
   static_assert(sizeof(To) == sizeof(From), "as_type keeps the size");
-  union { From from; To to; } u{x};
-  return u.to;
+  To to;
+  memcpy(&to, &x, sizeof(To));
+  return to;
 }
 
 // A product that is rounded by itself, never fused with an addition behind it.
@@ -81,6 +82,35 @@ template <typename T, int n, int dims> __device__ __forceinline__ Packed<T, n> l
 #pragma unroll
   for (int i = 0; i < n; i++) x.at[i] = dims % n != 0 && at + i < dims ? row[at + i] : T(0.0f);
   return x;
+}
+
+// n elements for long: in whole words, since the compiler would give a half a register of its own.
+template <typename T, int n> struct alignas(n * sizeof(T) < 4 ? 4 : n * sizeof(T)) Held {
+  uint words[(n * sizeof(T) + 3) / 4];
+};
+
+// From `from` and to `to`, aligned to n elements: one load, one store.
+template <typename T, int n> __device__ __forceinline__ Held<T, n> load_held(const T* from) {
+  if constexpr (n * sizeof(T) < 4) {
+    return Held<T, n>{*reinterpret_cast<const unsigned short*>(from)};
+  } else {
+    return *reinterpret_cast<const Held<T, n>*>(from);
+  }
+}
+template <typename T, int n> __device__ __forceinline__ void store_held(T* to, Held<T, n> x) {
+  if constexpr (n * sizeof(T) < 4) {
+    *reinterpret_cast<unsigned short*>(to) = x.words[0];
+  } else {
+    *reinterpret_cast<Held<T, n>*>(to) = x;
+  }
+}
+template <typename T, int n> __device__ __forceinline__ float element(Held<T, n> x, int i) {
+  if constexpr (sizeof(T) == 4) {
+    return as_type<float>(x.words[i]);
+  } else {
+    const unsigned short bits = i % 2 ? x.words[i / 2] >> 16 : x.words[i / 2];
+    return float(as_type<T>(bits));
+  }
 }
 
 // n consecutive elements at `from` as float in to[0 .. n - 1]; n is a power of two where it matters, and `from` aligned to it.

@@ -608,6 +608,17 @@ template <typename T, int n, int dims, typename P> inline Packed<T, n> load_pack
   return x;
 }
 
+// n elements for long, from `from` and to `to`, aligned to them.
+template <typename T, int n> using Held = Packed<T, n>;
+template <typename T, int n, typename P> inline Held<T, n> load_held(P from) {
+  return load_packed<T, n, n>(from, 0);
+}
+template <typename T, int n, typename P> inline void store_held(P to, Packed<T, n> x) {
+  host::aligned<n>(to, "store_held");
+  for (int i = 0; i < n; i++) to[i] = x.at[i];
+}
+template <typename T, int n> inline float element(Packed<T, n> x, int i) { return float(x.at[i]); }
+
 // n consecutive elements at `from` as float in to[0 .. n - 1]; where n is a power of two, `from` is aligned to them.
 template <int n, typename P, typename A> inline void load_floats(P from, A&& to) {
   if ((n & (n - 1)) == 0) host::aligned<n>(from, "load_floats");

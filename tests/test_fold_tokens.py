@@ -109,6 +109,14 @@ def test_every_rule_equals_the_reference(backend, name, rows, groups, count, bud
     assert mx.all(kept <= budget)
 
 
+@pytest.fixture(params=["keys in registers", "keys read anew"])
+def held(request, monkeypatch):
+    """Both ways of a kernel, wherever the keys fit."""
+    if request.param == "keys read anew":
+        monkeypatch.setattr(MODULE, "_HELD", {})
+
+
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("budget", [1, 2, 31, 32, 33])
 @pytest.mark.parametrize(
     ("groups", "dim", "value_dim", "dtype"),
@@ -130,6 +138,7 @@ def test_sizes(backend, budget, groups, dim, value_dim, dtype):
     )
 
 
+@pytest.mark.usefixtures("held")
 @pytest.mark.parametrize(("lanes", "groups"), [(32, 1), (32, 5), (64, 1), (64, 4), (64, 9), (640, 1), (640, 9)])
 def test_lanes_that_own_several_slots_and_more_heads_than_one_pass_takes(backend, monkeypatch, lanes, groups):
     monkeypatch.setattr(MODULE, "_LANES", lanes)
@@ -138,6 +147,29 @@ def test_lanes_that_own_several_slots_and_more_heads_than_one_pass_takes(backend
     assert_folded_alike(
         fold_tokens(**arrays, **options, backend=backend), fold_tokens(**arrays, **options, backend="reference")
     )
+
+
+def test_which_keys_stay_in_registers():
+    def turns(budget, dim, heads, size):
+        lanes, turns = MODULE._shape(budget, dim, heads, size)
+        assert turns == 0 or turns * lanes // 2 > budget
+        return turns
+
+    assert [turns(budget, 128, 1, 2) for budget in (15, 512, 575, 576, 639, 640)] == [1, 3, 3, 5, 5, 0]
+    assert [turns(512, dim, heads, 2) for dim, heads in ((64, 1), (64, 4), (128, 4), (256, 1))] == [3, 5, 5, 0]
+    assert [turns(255, 128, 1, size) for size in (2, 4)] == [2, 2]
+
+
+@pytest.mark.usefixtures("held")
+def test_buffers_that_hold_fewer_or_more_slots_than_the_budget(backend):
+    for size in (5, 9, 31):
+        arrays, masses, options = case(2, 1, 12, 20, 5, 16, dtype=mx.float16)
+        options |= {"mass": masses}
+        for name in ("keys", "values"):
+            wide = mx.pad(arrays[name], [(0, 0), (0, 10), (0, 0)], constant_values=7)
+            arrays[name] = wide[:, :size]
+        have = fold_tokens(**arrays, **options, backend=backend)
+        assert_folded_alike(have, fold_tokens(**arrays, **options, backend="reference"))
 
 
 @pytest.mark.parametrize("value_dim", [0, 3])

@@ -11,6 +11,11 @@ struct Absent {
   }
 };
 
+template <typename T, int n>
+inline Held<T, n> load_held(Absent) {
+  return Held<T, n>{};
+}
+
 // ---- The order in which slots are freed: (class, importance, position), lowest first, as one 64-bit number in halves.
 
 struct Rank {

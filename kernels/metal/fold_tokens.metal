@@ -14,7 +14,8 @@ constexpr uint LANES = 32 * GROUPS;
 constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;          // heads whose products are made in one pass over the keys
 constexpr uint VECTORS = (D / WIDTH + 7) / 8;             // of a key, for each of 8 lanes
 constexpr bool HOLDS = TOGETHER * VECTORS * WIDTH <= 32;  // its part of the queries, in registers
-constexpr uint TURNS = VECTORS == 1 && HEADS == 1 ? 2 : 1;  // whose keys are loaded at once
+constexpr bool HOLDS_KEYS = HELD > 0;
+constexpr uint TURNS = VECTORS == 1 && HEADS == 1 && !HOLDS_KEYS ? 2 : 1;  // whose keys are loaded at once
 constexpr uint PASSES = 4 * TURNS;
 constexpr int UNROLLED = SLOTS <= 5 ? SLOTS : 1;  // else a lane's slots are in memory of its own
 constexpr uint QUERY_PARTS = (HEADS * D + LANES - 1) / LANES;
@@ -34,15 +35,28 @@ const uint capacity = uint(budget) + 1;
 const float decay = rates[0], scale = rates[1];
 
 threadgroup float asked[2 * HEADS * D];  // queries of this token and of the next, scaled
-threadgroup T coming[2 * D];             // their keys
+alignas(16) threadgroup T coming[2 * D];  // their keys
 threadgroup float tops[HEADS * GROUPS];
 threadgroup float sums[HEADS * GROUPS];
 threadgroup uint ranks[96];
 
 auto kept_keys = keys_out + ulong(row) * capacity * D;
 auto kept_values = values_out + ulong(row) * capacity * DV;
-for (uint i = lane; i < capacity * D; i += LANES) {
-  kept_keys[i] = i < size * D ? T(keys[ulong(row) * size * D + i]) : T(0.0f);
+Held<T, WIDTH> held[HOLDS_KEYS ? HELD * 4 * VECTORS : 1];  // of slot (turn * 16 + pass * 4 + part) * GROUPS + group
+if (HOLDS_KEYS) {
+  auto from = keys + ulong(row) * size * D + sub * WIDTH;
+#pragma unroll
+  for (uint i = 0; i < HELD * 4 * VECTORS; i++) {
+    const uint slot = (i / VECTORS * 4 + part) * GROUPS + group, ahead = i % VECTORS * 8;
+    held[HOLDS_KEYS ? i : 0] = Held<T, WIDTH>{};
+    if (slot < min(size, capacity) && sub + ahead < D / WIDTH) {
+      held[HOLDS_KEYS ? i : 0] = load_held<T, WIDTH>(from + slot * D + ahead * WIDTH);
+    }
+  }
+} else {
+  for (uint i = lane; i < capacity * D; i += LANES) {
+    kept_keys[i] = i < size * D ? T(keys[ulong(row) * size * D + i]) : T(0.0f);
+  }
 }
 for (uint i = lane; i < capacity * DV; i += LANES) {
   kept_values[i] = i < size * DV ? T(values[ulong(row) * size * DV + i]) : T(0.0f);
@@ -65,8 +79,8 @@ for (uint b = 0; b < SLOTS; b++) {
 uint given = lowest(mine, ranks, lane, LANES).slot;
 int now = seen[row];
 bool wanted = false;  // whether token t counts
-const uint held = group < length ? (length - group + GROUPS - 1) / GROUPS : 0;  // slots of the SIMD group
-const uint turns = (held + 15) / 16;
+const uint filled = group < length ? (length - group + GROUPS - 1) / GROUPS : 0;  // slots of the SIMD group
+const uint turns = (filled + 15) / 16;
 
 for (int t = -1; t < int(count); t++) {
   const uint at = row * count + uint(max(t, 0));
@@ -109,6 +123,17 @@ for (int t = -1; t < int(count); t++) {
         if (NOISY) noise_of[b] = drawn[at];
       }
     }
+    if (HOLDS_KEYS && given % GROUPS == group) {
+#pragma unroll
+      for (uint n = 0; n < VECTORS; n++) {
+        if (sub + n * 8 >= D / WIDTH) continue;
+        const Held<T, WIDTH> key = load_held<T, WIDTH>(arriving + (sub + n * 8) * WIDTH);
+#pragma unroll
+        for (uint i = 0; i < HELD * 4; i++) {
+          if (i * 4 + part == given / GROUPS) held[HOLDS_KEYS ? i * VECTORS + n : 0] = key;
+        }
+      }
+    }
     for (uint head = 0; head < HEADS; head += TOGETHER) {
       float part_of_query[HOLDS ? TOGETHER * VECTORS * WIDTH : 1];
       if (HOLDS) {
@@ -118,15 +143,16 @@ for (int t = -1; t < int(count); t++) {
           if (h < HEADS && v < D / WIDTH) part_of_query[HOLDS ? i : 0] = query[h * D + v * WIDTH + i % WIDTH];
         }
       }
-      for (uint turn = 0; turn < turns; turn += TURNS) {
+#pragma unroll (HOLDS_KEYS ? HELD : 1)
+      for (uint turn = 0; turn < (HOLDS_KEYS ? HELD : turns); turn += TURNS) {
         uint offsets[PASSES];  // of this lane's part of a key
 #pragma unroll
         for (uint u = 0; u < PASSES; u++) {
           const uint slot = (turn * 16 + u * 4 + part) * GROUPS + group;
           offsets[u] = min(slot, length - 1) * D + sub * WIDTH;
         }
-        float x[(HOLDS ? VECTORS : 1) * PASSES * WIDTH];
-        if (HOLDS) {
+        float x[(HOLDS && !HOLDS_KEYS ? VECTORS : 1) * PASSES * WIDTH];
+        if (HOLDS && !HOLDS_KEYS) {
 #pragma unroll
           for (uint i = 0; i < VECTORS * PASSES; i++) {
             if (sub + i / PASSES * 8 >= D / WIDTH) continue;
@@ -139,15 +165,21 @@ for (int t = -1; t < int(count); t++) {
         float dots[TOGETHER * PASSES];
 #pragma unroll
         for (uint i = 0; i < TOGETHER * PASSES; i++) dots[i] = 0.0f;
-#pragma unroll (HOLDS ? VECTORS : 1)
+#pragma unroll (HOLDS || HOLDS_KEYS ? VECTORS : 1)
         for (uint n = 0; n < VECTORS; n++) {
           const uint v = sub + n * 8;
           if (v >= D / WIDTH) continue;
-          if (!HOLDS) {
+          if (HOLDS_KEYS) {
+#pragma unroll
+            for (uint i = 0; i < PASSES * WIDTH; i++) {
+              const uint from = (turn * 4 + i / WIDTH) * VECTORS + n;
+              x[i] = element(held[HOLDS_KEYS ? from : 0], i % WIDTH);
+            }
+          } else if (!HOLDS) {
 #pragma unroll
             for (uint u = 0; u < PASSES; u++) load_floats<WIDTH>(kept_keys + offsets[u] + n * 8 * WIDTH, x + u * WIDTH);
           }
-          const uint from = HOLDS ? n * PASSES * WIDTH : 0;
+          const uint from = HOLDS && !HOLDS_KEYS ? n * PASSES * WIDTH : 0;
 #pragma unroll
           for (uint h = 0; h < TOGETHER; h++) {
             if (head + h >= HEADS) continue;
@@ -187,7 +219,7 @@ for (int t = -1; t < int(count); t++) {
           }
         }
       }
-      if (given % GROUPS == group) {  // the token's own, in the order of the sums above
+      if (!HOLDS_KEYS && given % GROUPS == group) {  // the token's own, in the order of the sums above
 #pragma unroll
         for (uint h = 0; h < TOGETHER; h++) {
           if (head + h >= HEADS) continue;
@@ -256,7 +288,7 @@ for (int t = -1; t < int(count); t++) {
 #pragma unroll
   for (uint i = 0; i < KEY_PARTS; i++) {
     const uint e = lane + i * LANES;
-    if (e < D) kept_keys[given * D + e] = coming[(buffer ^ 1) * D + e];
+    if (!HOLDS_KEYS && e < D) kept_keys[given * D + e] = coming[(buffer ^ 1) * D + e];
   }
 #pragma unroll
   for (uint i = 0; i < VALUE_PARTS; i++) {
@@ -321,5 +353,15 @@ for (uint b = 0; b < SLOTS; b++) {
     positions_out[row * length + slot] = position_of[b];
     if (MASSIVE) mass_out[row * length + slot] = mass_of[b];
     if (NOISY) noise_out[row * length + slot] = noise_of[b];
+  }
+}
+if (HOLDS_KEYS) {
+  auto to = kept_keys + sub * WIDTH;
+#pragma unroll
+  for (uint i = 0; i < HELD * 4 * VECTORS; i++) {
+    const uint slot = (i / VECTORS * 4 + part) * GROUPS + group, ahead = i % VECTORS * 8;
+    if (slot < capacity && sub + ahead < D / WIDTH) {
+      store_held<T, WIDTH>(to + slot * D + ahead * WIDTH, held[HOLDS_KEYS ? i : 0]);
+    }
   }
 }

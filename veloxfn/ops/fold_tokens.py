@@ -52,6 +52,9 @@ KERNEL = Kernel(
 # Of a threadgroup, at most. A GPU has 65536 registers for it, given to four SIMD groups at a time, and a lane has what
 # the compiler wants: up to 96 fit beside 640 lanes, 128 beside 512, 168 beside 384, and the 255 that exist beside 256.
 _LANES = 640
+# Words of the keys that a lane may hold until the last token, beside what it works with: 50 to 92 registers with one
+# query head, up to 119 with several.
+_HELD = {384: 96, 256: 160}
 _MOST_SLOTS = 8192
 _THREADGROUP_BYTES = 32 * 1024
 
@@ -175,7 +178,7 @@ def fold_tokens(
             noise=noise,
             valid=valid,
         )
-    capacity, lanes = budget + 1, _lanes(budget, dim, heads, keys.dtype.size)
+    capacity, (lanes, held) = budget + 1, _shape(budget, dim, heads, keys.dtype.size)
     tau = noise.tau if noise is not None else temper.tau if temper is not None else None
     names = None if temper is None else temper.names
     asked = fresh_keys if queries is None else queries
@@ -216,6 +219,7 @@ def fold_tokens(
             "WIDTH": _width(dim, keys.dtype.size),
             "GROUPS": lanes // 32,
             "SLOTS": -(-capacity // lanes),
+            "HELD": held,
             "MASSIVE": mass is not None,
             "DECAYS": decay != 1.0,
             "AGED": age_normalised,
@@ -320,16 +324,23 @@ def _resized(buffer: mx.array, size: int) -> mx.array:
     return buffer[:, :size] if missing <= 0 else mx.pad(buffer, [(0, 0), (0, missing), (0, 0)])
 
 
-def _lanes(budget: int, dim: int, heads: int, size: int) -> int:
-    """Threads of a threadgroup: as many as the registers of a kernel allow, so that many loads are under way."""
-    vectors = -(-dim // (8 * _width(dim, size)))
+def _shape(budget: int, dim: int, heads: int, size: int) -> tuple[int, int]:
+    """Threads of a threadgroup, and the turns of 16 slots whose keys its SIMD groups hold in registers, 0 = none."""
+    width = _width(dim, size)
+    vectors = -(-dim // (8 * width))
+    for most, words in _HELD.items():
+        lanes = min(_LANES, most, 32 * -(-(budget + 1) // 16))
+        turns = -(-(budget + 1) // (lanes // 2))
+        if turns * vectors * width * size <= words and (heads == 1 or lanes <= 256):
+            return lanes, turns
+    # Else as many as registers allow, so that many loads are under way.
     if heads > 1 or vectors > 4:
         most = 256
     elif vectors == 4:
         most = 384
     else:
         most = 640 if budget < 640 else 512
-    return min(_LANES, most, lanes_for(budget + 1))
+    return min(_LANES, most, lanes_for(budget + 1)), 0
 
 
 def _width(dim: int, size: int) -> int:
