@@ -32,7 +32,7 @@ from veloxfn.slots import (
 if TYPE_CHECKING:
     from veloxfn.retention import Ranking
 
-__all__ = ["check_block", "most_tokens", "replay"]
+__all__ = ["Block", "check_block", "most_tokens", "replay"]
 
 S = TypeVar("S", bound=State)
 
@@ -60,8 +60,22 @@ def _too_long(count: int) -> str:
     )
 
 
+class Block(NamedTuple):
+    """A block as it came, and the state before it."""
+
+    state: State
+    keys: mx.array  # [N, S, D]
+    values: mx.array  # [N, S, Dv]
+    valid: mx.array | None  # [N, S] bool, None = all valid
+
+
 def replay(
-    absorb: Callable[..., S], evict: Callable[..., S], config: Retention, state: S, queries: mx.array | None
+    absorb: Callable[..., S],
+    evict: Callable[..., S],
+    config: Retention,
+    state: S,
+    queries: mx.array | None,
+    block: Block | None = None,
 ) -> S:
     """Take back the block that awaits eviction and give it to `absorb` and `evict` token by token.
 
@@ -74,6 +88,7 @@ def replay(
         config: settings of the method.
         state: a state after `absorb` with S > 1.
         queries: [N, G, S, D] of the block, or None.
+        block: what was absorbed, by whoever still has it: so nobody waits for the state to hold the whole block.
 
     Returns:
         The state after the last token; where it is not one launch, the graph grows by one step per token.
@@ -83,7 +98,9 @@ def replay(
     """
     slots = state.slots
     count = slots.arrived.shape[1]
-    block = _Block(*arrivals(slots), arrival_rotations(slots), queries, slots.arrived >= 0)
+    if block is None or block.state.slots.keys.shape[1] > config.budget + 1:  # of a larger budget before
+        block = Block(take_back(state, count, budget=config.budget), *arrivals(slots), slots.arrived >= 0)
+    tokens = _Tokens(block.keys, block.values, arrival_rotations(slots), queries, block.valid)
     heads = 1 if queries is None else queries.shape[1]
     rule = None
     ranking = _foldable(config, evict)
@@ -91,41 +108,43 @@ def replay(
         rule = _rule_of(ranking(config, state, heads), slots)
     if rule is None and count > _MOST_TOKENS:
         raise ValueError(_too_long(count))
-    state = take_back(state, count, budget=config.budget)
+    state = cast(S, block.state)
     for t in range(count):
-        length = state.slots.positions.shape[1]
+        length, size = state.slots.positions.shape[1], state.slots.keys.shape[1]
         if rule is not None and length <= config.budget + 1:  # else of a larger budget before
-            return _folded(config, state, block.after(t), rule.after(t))
-        if 0 < length <= config.budget < length + count - t:  # the graph of a full cache for all steps, traced once
+            return _folded(config, state, tokens.after(t), rule.after(t))
+        if 0 < length <= config.budget < min(size, length + count - t):
+            # The graph of a full cache for all steps, traced once.
             state, length = with_room(state, config.budget + 1), config.budget + 1
         backend = backend_for(None)
         fuses = length == config.budget + 1 and backend != "host"  # which cannot be traced
         step = _fused_step(absorb, evict, config, backend) if fuses else _step(absorb, evict, config)
-        state = step(state, *block.token(t))
+        state = step(state, *tokens.token(t))
     return state
 
 
-class _Block(NamedTuple):
+class _Tokens(NamedTuple):
     """Arrivals to come."""
 
     keys: mx.array  # [N, S, D]
     values: mx.array  # [N, S, Dv]
     rotations: mx.array | None  # [N, S] int32, where the placement is contiguous
     queries: mx.array | None  # [N, G, S, D]
-    valid: mx.array  # [N, S] bool
+    valid: mx.array | None  # [N, S] bool
 
-    def token(self, t: int) -> _Block:
+    def token(self, t: int) -> _Tokens:
         """Arrival t."""
         return self._part(slice(t, t + 1))
 
-    def after(self, t: int) -> _Block:
+    def after(self, t: int) -> _Tokens:
         """The arrivals from t on."""
         return self._part(slice(t, None)) if t else self
 
-    def _part(self, now: slice) -> _Block:
+    def _part(self, now: slice) -> _Tokens:
         queries = None if self.queries is None else self.queries[:, :, now]
         rotations = None if self.rotations is None else self.rotations[:, now]
-        return _Block(self.keys[:, now], self.values[:, now], rotations, queries, self.valid[:, now])
+        valid = None if self.valid is None else self.valid[:, now]
+        return _Tokens(self.keys[:, now], self.values[:, now], rotations, queries, valid)
 
 
 def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) -> Callable[..., S]:
@@ -135,7 +154,7 @@ def _step(absorb: Callable[..., S], evict: Callable[..., S], config: Retention) 
         values: mx.array,
         rotations: mx.array | None,
         queries: mx.array | None,
-        valid: mx.array,
+        valid: mx.array | None,
     ) -> S:
         state = absorb(config, state, keys, values, valid=valid)
         if rotations is not None:
@@ -198,9 +217,9 @@ def _rule_of(ranking: Ranking, slots: Slots) -> _Rule | None:
     return _Rule(ranking, ranking.temper, noise)
 
 
-def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
+def _folded(config: Retention, state: S, tokens: _Tokens, rule: _Rule) -> S:
     """The state after a block that it has not absorbed."""
-    slots, noise = state.slots, rule.noise
+    slots, noise, valid = state.slots, rule.noise, tokens.valid
     if noise is not None:
         noise = noise._replace(kept=cast(Any, state).noise)
     folded = fold_tokens(
@@ -208,9 +227,9 @@ def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
         slots.values,
         slots.positions,
         slots.seen,
-        block.keys,
-        block.values,
-        block.queries,
+        tokens.keys,
+        tokens.values,
+        tokens.queries,
         budget=config.budget,
         sink=config.sink,
         recent=config.recent_rows,
@@ -219,13 +238,13 @@ def _folded(config: Retention, state: S, block: _Block, rule: _Rule) -> S:
         age_normalised=rule.ranking.counted is not None,
         temper=rule.temper,
         noise=noise,
-        valid=block.valid,
+        valid=valid,
     )
     slots = slots._replace(
         keys=folded.keys,
         values=folded.values,
         positions=folded.positions,
-        seen=slots.seen + block.valid.sum(axis=1).astype(mx.int32),
+        seen=slots.seen + (tokens.keys.shape[1] if valid is None else valid.sum(axis=1).astype(mx.int32)),
     )
     if folded.positions.shape[1] > state.slots.positions.shape[1]:
         state = with_room(state, folded.positions.shape[1])

@@ -103,12 +103,23 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     Raises:
         ValueError: missing or contradicting evidence, or a wrong shape.
     """
+    return _evicted(config, state, queries, attention)
+
+
+def _evicted(
+    config: Config,
+    state: State,
+    queries: mx.array | None,
+    attention: mx.array | None,
+    block: cadence.Block | None = None,
+) -> State:
+    """`evict`; `block` is the one that the state has absorbed."""
     count = state.slots.arrived.shape[1]
     if count == 0:
         return state
     h2o.check_evidence("cam", config, state.slots, queries, attention)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(absorb, evict, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries, block)
     return retire_by_query(state, config, ranking(config, state), queries, attention)
 
 
@@ -129,7 +140,8 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there."""
-    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
+    absorbed = absorb(config, state, keys, values, valid=valid)
+    return _evicted(config, absorbed, queries, attention, cadence.Block(state, keys, values, valid))
 
 
 def policy(config: Config) -> Policy[State]:

@@ -198,6 +198,17 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     Raises:
         ValueError: missing or contradicting evidence, or a wrong shape.
     """
+    return _evicted(config, state, queries, attention)
+
+
+def _evicted(
+    config: Config,
+    state: State,
+    queries: mx.array | None,
+    attention: mx.array | None,
+    block: cadence.Block | None = None,
+) -> State:
+    """`evict`; `block` is the one that the state has absorbed."""
     base = state.slots
     count = base.arrived.shape[1]
     if count == 0:
@@ -210,7 +221,7 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     proxy = config.query_source == "key_proxy"
     checks.evidence("keyformer", base, queries, attention, proxy=proxy, refused=refused)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(absorb, evict, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries, block)
     heads = 1 if queries is None else queries.shape[1]
     return retire_by_query(state, config, ranking(config, state, heads), queries, attention)
 
@@ -255,7 +266,8 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there."""
-    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
+    absorbed = absorb(config, state, keys, values, valid=valid)
+    return _evicted(config, absorbed, queries, attention, cadence.Block(state, keys, values, valid))
 
 
 def policy(config: Config) -> Policy[State]:

@@ -126,13 +126,24 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     Raises:
         ValueError: missing or contradicting evidence, attention with S > 1, or a wrong shape.
     """
+    return _evicted(config, state, queries, attention)
+
+
+def _evicted(
+    config: Config,
+    state: State,
+    queries: mx.array | None,
+    attention: mx.array | None,
+    block: cadence.Block | None = None,
+) -> State:
+    """`evict`; `block` is the one that the state has absorbed."""
     count = state.slots.arrived.shape[1]
     if count == 0:
         return state
     one = "" if count == 1 else f"only the last query counts, and attention= sums over S = {count}"
     checks.evidence("tova", state.slots, queries, attention, refused=one)
     if config.cadence == "token" and count > 1:
-        return cadence.replay(absorb, evict, config, state, queries)
+        return cadence.replay(absorb, evict, config, state, queries, block)
     if count == 1:
         return retire_by_query(state, config, ranking(config, state), queries, attention)
     if queries is not None:
@@ -156,7 +167,8 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there."""
-    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
+    absorbed = absorb(config, state, keys, values, valid=valid)
+    return _evicted(config, absorbed, queries, attention, cadence.Block(state, keys, values, valid))
 
 
 def policy(config: Config) -> Policy[State]:

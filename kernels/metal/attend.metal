@@ -17,7 +17,7 @@ constexpr int U = HEADS <= 2 ? 4 : 2;  // registers
 constexpr int ROWS = 32 / LANES;
 constexpr int C = (D + LANES * WIDE - 1) / (LANES * WIDE);
 constexpr int CV = VALUED ? (DV + LANES * WIDE - 1) / (LANES * WIDE) : 1;
-constexpr int DRAWS = (U * HEADS + LANES - 1) / LANES;
+constexpr int PAIRS = TEMPERED ? (U * HEADS + LANES - 1) / LANES : 1;  // of slot and head, that a lane tempers
 const uint row = threadgroup_position_in_grid.x;
 const uint part = threadgroup_position_in_grid.y;
 const uint parts = threadgroups_per_grid.y;
@@ -47,12 +47,7 @@ float q[HEADS][C][WIDE];
 float out[HEADS][CV][WIDE];
 float top[HEADS];
 float total[HEADS];
-float warm_top[HEADS];
-float warm_total[HEADS];
 int limit[HEADS];
-uint low[HEADS];
-uint high[HEADS];
-float warmth[HEADS];
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
   const uint head = min(first + h, heads - 1);
@@ -67,22 +62,35 @@ for (int h = 0; h < HEADS; h++) {
   }
   top[h] = -INFINITY;
   total[h] = 0.0f;
-  warm_top[h] = -INFINITY;
-  warm_total[h] = 0.0f;
-  low[h] = 0u;
-  high[h] = 0u;
-  if (NOISY && RECIPE) {
-    const ulong name = named(named(named(name_of(seed), streams[row]), head), uint(max(int(newest[row]) - 1, 0)));
-    low[h] = uint(name);
-    high[h] = uint(name >> 32);
-  } else if (NOISY) {
-    low[h] = names[2 * (row * heads + head)];
-    high[h] = names[2 * (row * heads + head) + 1];
-  }
-  warmth[h] = 1.0f;
-  if (TEMPERED) warmth[h] = RECIPE ? temperature(as_type<float>(uint(FIRST)), FALLS ? -as_type<float>(uint(RISE)) : as_type<float>(uint(RISE)), STEPS, START, int(newest[row]) - 1) : float(heat[row * count + head % count]);
   limit[h] = LIMITED ? int(until[row * count + head % count]) : 0x7FFFFFFF;
   if (GUARDED && arrived[row] < 0) limit[h] = -1;
+}
+// Pair h * U + u is slot u of a load and head h.
+float warm_top[PAIRS];
+float warm_total[PAIRS];
+uint low[PAIRS];
+uint high[PAIRS];
+float warmth[PAIRS];
+for (int n = 0; TEMPERED && n < PAIRS; n++) {
+  const uint head = min(first + (n * LANES + place) / U, heads - 1);
+  warm_top[n] = -INFINITY;
+  warm_total[n] = 0.0f;
+  low[n] = 0u;
+  high[n] = 0u;
+  if (NOISY && RECIPE) {
+    const ulong name = named(named(named(name_of(seed), streams[row]), head), uint(max(int(newest[row]) - 1, 0)));
+    low[n] = uint(name);
+    high[n] = uint(name >> 32);
+  } else if (NOISY) {
+    low[n] = names[2 * (row * heads + head)];
+    high[n] = names[2 * (row * heads + head) + 1];
+  }
+  if (RECIPE) {
+    const float rise = FALLS ? -as_type<float>(uint(RISE)) : as_type<float>(uint(RISE));
+    warmth[n] = temperature(as_type<float>(uint(FIRST)), rise, STEPS, START, int(newest[row]) - 1);
+  } else {
+    warmth[n] = float(heat[row * count + head % count]);
+  }
 }
 
 for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U) {
@@ -114,22 +122,6 @@ for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U
       x[u][h] = visible ? dot : -INFINITY;
     }
   }
-  float drawn[DRAWS];
-  if (NOISY) {
-    // Each lane draws for other pairs of slot and head.
-#pragma unroll
-    for (int n = 0; n < DRAWS; n++) {
-      const uint pair = n * LANES + place;
-      uint name_low = 0u;
-      uint name_high = 0u;
-      for (int h = 0; h < HEADS; h++) {
-        name_low = pair / U == uint(h) ? low[h] : name_low;
-        name_high = pair / U == uint(h) ? high[h] : name_high;
-      }
-      const uint slot = min(j + pair % U * ROWS, end - 1);
-      drawn[n] = hashed_gumbel(name_low, name_high, positions[row * length + slot]);
-    }
-  }
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
     float highest = top[h];
@@ -152,28 +144,31 @@ for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U
       total[h] = sum;
       top[h] = highest;
     }
-    if (TEMPERED) {
-      highest = warm_top[h];
-      for (int u = 0; u < U; u++) {
-        const int pair = h * U + u;
-        const float zeta = NOISY ? simd_shuffle(drawn[pair / LANES], line * LANES + pair % LANES) : 0.0f;
-        x[u][h] = (x[u][h] + zeta) / warmth[h];
-        x[u][h] = finite(x[u][h]) ? x[u][h] : -INFINITY;
-        highest = max(highest, x[u][h]);
-      }
-      if (highest > -INFINITY) {
-        float sum = warm_total[h] * exp(warm_top[h] - highest);
-        for (int u = 0; u < U; u++) sum += exp(x[u][h] - highest);
-        warm_total[h] = sum;
-        warm_top[h] = highest;
-      }
-    }
-    for (int u = 0; RECEIVES && u < U; u++) {
+    for (int u = 0; RECEIVES && !TEMPERED && u < U; u++) {
       const uint slot = j + u * ROWS;
       if (place == uint(u % LANES) && slot < end && first + h < heads) {
         logits[(first + h) * parts * each + slot] = x[u][h];
       }
     }
+  }
+#pragma unroll
+  for (int n = 0; TEMPERED && n < PAIRS; n++) {
+    const uint pair = n * LANES + place;
+    float warm = -INFINITY;
+    int born = 0;
+    for (int u = 0; u < U; u++) {
+      born = pair % U == uint(u) ? position[u] : born;
+      for (int h = 0; h < HEADS; h++) warm = pair == uint(h * U + u) ? x[u][h] : warm;
+    }
+    warm = (warm + (NOISY ? hashed_gumbel(low[n], high[n], born) : 0.0f)) / warmth[n];
+    warm = finite(warm) ? warm : -INFINITY;
+    const float highest = max(warm_top[n], warm);
+    if (highest > -INFINITY) {
+      warm_total[n] = warm_total[n] * exp(warm_top[n] - highest) + exp(warm - highest);
+      warm_top[n] = highest;
+    }
+    const uint head = first + pair / U, slot = j + pair % U * ROWS;
+    if (RECEIVES && pair < uint(U * HEADS) && slot < end && head < heads) logits[head * parts * each + slot] = warm;
   }
 }
 
@@ -195,19 +190,21 @@ for (int h = 0; h < HEADS; h++) {
       }
     }
   }
-  if (TEMPERED) {
-    highest = warm_top[h];
-    for (int m = LANES; m < 32; m *= 2) highest = max(highest, simd_shuffle_xor(highest, m));
-    kept = warm_total[h] > 0.0f ? exp(warm_top[h] - highest) : 0.0f;
-    warm_total[h] *= kept;
-    for (int m = LANES; m < 32; m *= 2) warm_total[h] += simd_shuffle_xor(warm_total[h], m);
-    warm_top[h] = highest;
+  float most = -INFINITY;
+  float sum = 0.0f;
+  for (int n = 0; TEMPERED && n < PAIRS; n++) {
+    if ((n * LANES + place) / U == uint(h)) most = max(most, warm_top[n]);
   }
+  if (TEMPERED) most = simd_max(most);
+  for (int n = 0; TEMPERED && n < PAIRS; n++) {
+    if ((n * LANES + place) / U == uint(h) && warm_total[n] > 0.0f) sum += warm_total[n] * exp(warm_top[n] - most);
+  }
+  if (TEMPERED) sum = simd_sum(sum);
   if (lane == 0) {
     group_tops[group * HEADS + h] = top[h];
     group_sums[group * HEADS + h] = total[h];
-    group_tops[(8 + group) * HEADS + h] = TEMPERED ? warm_top[h] : top[h];
-    group_sums[(8 + group) * HEADS + h] = TEMPERED ? warm_total[h] : total[h];
+    group_tops[(8 + group) * HEADS + h] = TEMPERED ? most : top[h];
+    group_sums[(8 + group) * HEADS + h] = TEMPERED ? sum : total[h];
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -34,7 +34,7 @@ const int budget = limits[0], sink = limits[1], recent = limits[2];
 const uint capacity = uint(budget) + 1;
 const float decay = rates[0], scale = rates[1];
 
-threadgroup float asked[2 * HEADS * D];  // queries of this token and of the next, scaled
+alignas(16) threadgroup float asked[2 * HEADS * D];  // queries of this token and of the next, scaled
 alignas(16) threadgroup T coming[2 * D];  // their keys
 threadgroup float tops[HEADS * GROUPS];
 threadgroup float sums[HEADS * GROUPS];
@@ -78,38 +78,40 @@ for (uint b = 0; b < SLOTS; b++) {
 }
 uint given = lowest(mine, ranks, lane, LANES).slot;
 int now = seen[row];
-bool wanted = false;  // whether token t counts
 const uint filled = group < length ? (length - group + GROUPS - 1) / GROUPS : 0;  // slots of the SIMD group
 const uint turns = (filled + 15) / 16;
 
-for (int t = -1; t < int(count); t++) {
-  const uint at = row * count + uint(max(t, 0));
+// A token is read from the device two steps ahead, its value one, and put into threadgroup memory one step ahead.
+Q soon_query[QUERY_PARTS];
+T soon_key[KEY_PARTS], soon_value[VALUE_PARTS > 0 ? VALUE_PARTS : 1];
+bool wanted = false;  // whether token t counts
+
+for (int t = -2; t < int(count); t++) {
+  const uint at = row * count + uint(max(t, 0)), next = row * count + uint(t + 1), later = next + 1;
   const bool counts = wanted && given < length;
   const uint buffer = uint(t + 1) % 2;  // of the next token
-  const bool more = t + 1 < int(count);
-  wanted = more && (!PADDED || valid[row * count + uint(t + 1)]);
+  const bool more = t + 1 >= 0 && t + 1 < int(count);
+  wanted = more && (!PADDED || valid[next]);
   const float warmth = TEMPERED || NOISY ? tau[at] : 1.0f;
 
-  float next_query[QUERY_PARTS];
-  T next_key[KEY_PARTS], value[VALUE_PARTS > 0 ? VALUE_PARTS : 1];
+  Q later_query[QUERY_PARTS];
+  T later_key[KEY_PARTS], value[VALUE_PARTS > 0 ? VALUE_PARTS : 1];
 #pragma unroll
   for (uint i = 0; i < QUERY_PARTS; i++) {
     const uint e = lane + i * LANES;
-    if (more && e < HEADS * D) {
-      const uint query = (row * HEADS + e / D) * count + uint(t + 1);
-      next_query[i] = float(queries[ulong(query) * D + e % D]) * scale;
-      if (TEMPERED) next_query[i] = next_query[i] / tau[row * count + uint(t + 1)];
-    }
+    const uint query = (row * HEADS + e / D) * count + uint(t + 2);
+    if (t + 2 < int(count) && e < HEADS * D) later_query[i] = queries[ulong(query) * D + e % D];
   }
 #pragma unroll
   for (uint i = 0; i < KEY_PARTS; i++) {
     const uint e = lane + i * LANES;
-    if (more && e < D) next_key[i] = fresh_keys[ulong(row * count + uint(t + 1)) * D + e];
+    if (t + 2 < int(count) && e < D) later_key[i] = fresh_keys[ulong(later) * D + e];
   }
 #pragma unroll
   for (uint i = 0; i < VALUE_PARTS; i++) {
     const uint e = lane + i * LANES;
-    if (counts && e < DV) value[i] = T(fresh_values[ulong(at) * DV + e]);
+    value[i] = soon_value[i];
+    if (more && e < DV) soon_value[i] = T(fresh_values[ulong(next) * DV + e]);
   }
 
   if (counts) {
@@ -274,14 +276,19 @@ for (int t = -1; t < int(count); t++) {
 #pragma unroll
     for (uint i = 0; i < QUERY_PARTS; i++) {
       const uint e = lane + i * LANES;
-      if (e < HEADS * D) asked[buffer * HEADS * D + e] = next_query[i];
+      const float asking = float(soon_query[i]) * scale;
+      if (e < HEADS * D) asked[buffer * HEADS * D + e] = TEMPERED ? asking / tau[next] : asking;
     }
 #pragma unroll
     for (uint i = 0; i < KEY_PARTS; i++) {
       const uint e = lane + i * LANES;
-      if (e < D) coming[buffer * D + e] = next_key[i];
+      if (e < D) coming[buffer * D + e] = soon_key[i];
     }
   }
+#pragma unroll
+  for (uint i = 0; i < QUERY_PARTS; i++) soon_query[i] = later_query[i];
+#pragma unroll
+  for (uint i = 0; i < KEY_PARTS; i++) soon_key[i] = later_key[i];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (!counts) continue;
 

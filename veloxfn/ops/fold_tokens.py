@@ -212,7 +212,7 @@ def fold_tokens(
         ],
         template={
             "T": keys.dtype,
-            "Q": asked.dtype,  # not named in the body: MLX finds a built kernel by its template, which so differs
+            "Q": asked.dtype,
             "D": dim,
             "DV": value_dim,
             "HEADS": heads,
