@@ -156,7 +156,7 @@ def test_which_keys_stay_in_registers():
         return turns
 
     assert [turns(budget, 128, 1, 2) for budget in (15, 512, 575, 576, 639, 640)] == [1, 3, 3, 5, 5, 0]
-    assert [turns(512, dim, heads, 2) for dim, heads in ((64, 1), (64, 4), (128, 4), (256, 1))] == [3, 5, 5, 0]
+    assert [turns(512, dim, heads, 2) for dim, heads in ((64, 1), (64, 4), (128, 4), (256, 1))] == [3, 3, 3, 0]
     assert [turns(255, 128, 1, size) for size in (2, 4)] == [2, 2]
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 import veloxfn.ops
-from veloxfn.ops import kept
+from veloxfn.ops import kept, launch
 from veloxfn.ops.launch import Kernel, _folder, included, source_of
 
 FILES = sorted(path for path in (_folder() / "metal").glob("*.metal") if path.name != "common.metal")
@@ -263,3 +263,18 @@ def test_what_is_allowed_is_no_breach():
     threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
     """
     assert breaches(text, ("keys",)) == []
+
+
+def test_cudas_compiler_learns_how_many_threads_a_block_has(monkeypatch):
+    made = []
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: made.append(how) or made[-1]["name"])
+    kernel = KERNELS["fold_tokens"]
+    names = [launch._made.__wrapped__(kernel, "cuda", threads) for threads in (256, 384)]
+    assert names[0] != names[1]
+    assert [how["header"].splitlines()[-1].split()[-1] for how in made] == [
+        "__launch_bounds__(256)",
+        "__launch_bounds__(384)",
+    ]
+    assert all(how["source"] == included(kernel)[1] for how in made)
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **how: how["header"])
+    assert launch._made.__wrapped__(kernel, "metal", 256) == source_of(kernel, "metal")[0]

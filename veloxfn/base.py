@@ -18,7 +18,10 @@ __all__ = ["Absorb", "Candidates", "Evict", "GetKV", "InitState", "Policy", "Ret
 
 
 class Slots(NamedTuple):
-    """One place per kept token; slots never move in a one-token step, so their order is not temporal."""
+    """One place per kept token; slots never move in a one-token step, so their order is not temporal.
+
+    What the buffers hold in a free slot is of no meaning.
+    """
 
     keys: mx.array  # [N, C, D]
     values: mx.array  # [N, C, Dv]
@@ -26,7 +29,7 @@ class Slots(NamedTuple):
     arrived: mx.array  # [N, S] int32, slot of each token of the block absorbed last, -1 = padded; S = 0 after evict
     seen: mx.array  # [N] int32, arrivals so far
     streams: mx.array  # [N] uint32, names the row's noise stream
-    rotations: mx.array  # [N, C] int32, position each key arrived rotated at, of no meaning in a free slot; else [N, 0]
+    rotations: mx.array  # [N, C] int32, position each key arrived rotated at; else [N, 0]
 
 
 @runtime_checkable

@@ -49,11 +49,10 @@ KERNEL = Kernel(
     ("keys_out", "values_out", "positions_out", "mass_out", "noise_out"),
 )
 
-# Of a threadgroup, at most. A GPU has 65536 registers for it, given to four SIMD groups at a time, and a lane has what
-# the compiler wants: up to 96 fit beside 640 lanes, 128 beside 512, 168 beside 384, and the 255 that exist beside 256.
+# Of a threadgroup, at most. A GPU has 65536 registers for it, given to four SIMD groups at a time: 96 for each of 640
+# lanes, 128 of 512, 168 of 384, and the 255 that exist of 256.
 _LANES = 640
-# Words of the keys that a lane may hold until the last token, beside what it works with: 50 to 92 registers with one
-# query head, up to 119 with several.
+# Words of the keys that a lane may hold until the last token, beside the 50 to 100 registers that it works with.
 _HELD = {384: 96, 256: 160}
 _MOST_SLOTS = 8192
 _THREADGROUP_BYTES = 32 * 1024
@@ -331,7 +330,7 @@ def _shape(budget: int, dim: int, heads: int, size: int) -> tuple[int, int]:
     for most, words in _HELD.items():
         lanes = min(_LANES, most, 32 * -(-(budget + 1) // 16))
         turns = -(-(budget + 1) // (lanes // 2))
-        if turns * vectors * width * size <= words and (heads == 1 or lanes <= 256):
+        if turns * vectors * width * size <= words:
             return lanes, turns
     # Else as many as registers allow, so that many loads are under way.
     if heads > 1 or vectors > 4:

@@ -179,7 +179,7 @@ def _call(
     poison: float | None,
 ) -> Callable[..., Sequence[mx.array]]:
     """A kernel with everything fixed but its inputs. Compiled: MLX writes out the source anew in every plain call."""
-    made = _made(kernel, backend)
+    made = _made(kernel, backend, threads)
 
     def call(*inputs: mx.array) -> Any:
         return made(
@@ -197,21 +197,30 @@ def _call(
 
 
 @cache
-def _made(kernel: Kernel, backend: str) -> Callable[..., Any]:
+def _made(kernel: Kernel, backend: str, threads: int) -> Callable[..., Any]:
     header, body = source_of(kernel, backend)
     # MLX keeps what it built under the kernel's name: another text needs another name.
-    digest = hashlib.sha256((header + body).encode()).hexdigest()[:12]
+    name = f"veloxfn_{kernel.name}_{hashlib.sha256((header + body).encode()).hexdigest()[:12]}"
     if backend == "cuda":
         header, body = included(kernel)
+        header, name = header + bounds(threads), f"{name}_{threads}"
     make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
     made: Callable[..., Any] = make(
-        name=f"veloxfn_{kernel.name}_{digest}",
+        name=name,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         header=header,
         source=body,
     )
     return made
+
+
+def bounds(threads: int) -> str:
+    """The end of a header that tells CUDA's compiler how many threads a block has, which MLX's own words do not.
+
+    It then gives none more registers than a block of so many can have: else such a block does not start.
+    """
+    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads})\n"
 
 
 @cache

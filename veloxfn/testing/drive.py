@@ -101,6 +101,16 @@ def snapshot(state: AnyState) -> dict[str, tuple[mx.Dtype, Bits]]:
     return {path: (leaf.dtype, bits(leaf).copy()) for path, leaf in leaves(state).items()}
 
 
+def snapshot_of_live(state: AnyState) -> dict[str, tuple[mx.Dtype, Bits]]:
+    """The same with zeros where the slots' buffers hold what is of no meaning: in free slots."""
+    slots = state.slots
+    free = slots.keys.shape[1] - slots.positions.shape[1]
+    live = mx.pad(slots.positions, [(0, 0), (0, free)], constant_values=-1) >= 0
+    turned = mx.where(live, slots.rotations, 0) if slots.rotations.shape[1] else slots.rotations
+    keys, values = (mx.where(live[..., None], buffer, 0) for buffer in (slots.keys, slots.values))
+    return snapshot(state._replace(slots=slots._replace(keys=keys, values=values, rotations=turned)))
+
+
 def differences(expected: dict[str, tuple[mx.Dtype, Bits]], found: dict[str, tuple[mx.Dtype, Bits]]) -> list[str]:
     """The leaves in which two snapshots differ, each with what differs."""
     told = [f"{path} is missing" for path in expected.keys() - found.keys()]
