@@ -268,13 +268,14 @@ def test_what_is_allowed_is_no_breach():
 def test_cudas_compiler_learns_how_many_threads_a_block_has(monkeypatch):
     made = []
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: made.append(how) or made[-1]["name"])
-    kernel = KERNELS["fold_tokens"]
-    names = [launch._made.__wrapped__(kernel, "cuda", threads) for threads in (256, 384)]
-    assert names[0] != names[1]
-    assert [how["header"].splitlines()[-1].split()[-1] for how in made] == [
-        "__launch_bounds__(256)",
-        "__launch_bounds__(384)",
-    ]
-    assert all(how["source"] == included(kernel)[1] for how in made)
+    for kernel in (KERNELS["fold_tokens"], KERNELS["attend_finish"]):
+        names = [launch._made.__wrapped__(kernel, "cuda", threads) for threads in (256, 384, 544)]
+        assert len(set(names)) == 3
+        least = ", 1" if kernel.name == "attend_finish" else ""
+        for threads, how in zip((256, 384, 544), made[-3:], strict=True):
+            begun, body = included(kernel)
+            assert how["header"].startswith(begun)
+            assert how["source"] == body
+            assert how["header"].endswith(f" __launch_bounds__({threads}{least})\n") == (threads > 256)
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **how: how["header"])
-    assert launch._made.__wrapped__(kernel, "metal", 256) == source_of(kernel, "metal")[0]
+    assert launch._made.__wrapped__(kernel, "metal", 544) == source_of(kernel, "metal")[0]

@@ -38,6 +38,7 @@ KERNEL = Kernel(
     "evict_step",
     ("positions", "seen", "mass", "attention", "arrived", "counted", "noise", "tau", "scratch", "weights"),
     ("mass_out", "positions_out", "output"),
+    alone=True,
 )
 # The same behind the first launch of `attend`, whose parts it joins: with an eviction, and without one.
 FINISH = KERNEL._replace(name="attend_finish", bodies=("evict_step",))

@@ -43,6 +43,7 @@ class Kernel(NamedTuple):
     absent: tuple[str, ...] = ()  # inputs that are not given
     unmade: tuple[str, ...] = ()  # outputs that are not made
     aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for another array: (name, array)
+    alone: bool = False  # CUDA's compiler saves no registers for a second threadgroup beside one
 
 
 Output = tuple[tuple[int, ...], mx.Dtype]
@@ -203,7 +204,7 @@ def _made(kernel: Kernel, backend: str, threads: int) -> Callable[..., Any]:
     name = f"veloxfn_{kernel.name}_{hashlib.sha256((header + body).encode()).hexdigest()[:12]}"
     if backend == "cuda":
         header, body = included(kernel)
-        header, name = header + bounds(threads), f"{name}_{threads}"
+        header, name = header + bounds(kernel, threads), f"{name}_{threads}"
     make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
     made: Callable[..., Any] = make(
         name=name,
@@ -215,12 +216,15 @@ def _made(kernel: Kernel, backend: str, threads: int) -> Callable[..., Any]:
     return made
 
 
-def bounds(threads: int) -> str:
-    """The end of a header that tells CUDA's compiler how many threads a block has, which MLX's own words do not.
+def bounds(kernel: Kernel, threads: int) -> str:
+    """The end of a header that tells CUDA's compiler how many threads a block has, where MLX's own words do not.
 
-    It then gives none more registers than a block of so many can have: else such a block does not start.
+    A block does not start whose threads have more registers than there are. 256 threads may have all that there can be.
     """
-    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads})\n"
+    if threads <= 256:
+        return ""
+    least = ", 1" if kernel.alone else ""
+    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads}{least})\n"
 
 
 @cache
