@@ -109,3 +109,12 @@ def test_lesson_38_update_code_has_no_sync_no_numpy_no_global_rng_no_item_assign
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             assert not any(isinstance(target, ast.Subscript) for target in targets), f"{where} assigns to an item"
         assert not isinstance(node, ast.Assert), f"{where} asserts"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_conditions_are_joined_as_mx_vmap_maps_them(path):
+    """By `mx.logical_and`: MLX maps `&` and `|` wrongly where one side is not mapped and has two axes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+            compared = any(isinstance(part, ast.Compare) for part in ast.walk(node))
+            assert not compared, f"{path.name}:{node.lineno} joins conditions by & or |"

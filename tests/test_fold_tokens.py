@@ -150,14 +150,18 @@ def test_lanes_that_own_several_slots_and_more_heads_than_one_pass_takes(backend
 
 
 def test_which_keys_stay_in_registers():
-    def turns(budget, dim, heads, size):
-        lanes, turns = MODULE._shape(budget, dim, heads, size)
+    def turns(budget, dim, size, heads=1, backend="cuda"):
+        lanes, turns = MODULE._shape(budget, dim, heads, size, backend)
         assert turns == 0 or turns * lanes // 2 > budget
         return turns
 
-    assert [turns(budget, 128, 1, 2) for budget in (15, 512, 575, 576, 639, 640)] == [1, 3, 3, 5, 5, 0]
-    assert [turns(512, dim, heads, 2) for dim, heads in ((64, 1), (64, 4), (128, 4), (256, 1))] == [3, 3, 3, 0]
-    assert [turns(255, 128, 1, size) for size in (2, 4)] == [2, 2]
+    assert [turns(budget, 128, 2) for budget in (15, 512, 575, 576, 639, 640)] == [1, 3, 3, 5, 5, 0]
+    assert [turns(512, dim, 2, heads) for dim, heads in ((64, 1), (64, 4), (128, 4), (256, 1))] == [3, 3, 3, 0]
+    assert [turns(255, 128, size) for size in (2, 4)] == [2, 2]
+    # A load of less than a word takes a register.
+    assert [turns(575, dim, 2) for dim in (127, 126)] == [0, 3]
+    assert [turns(1023, dim, 2) for dim in (63, 64)] == [0, 6]
+    assert turns(15, 64, 2, backend="metal") == 0
 
 
 @pytest.mark.usefixtures("held")
@@ -371,6 +375,27 @@ def test_a_state_of_another_budget(backend, monkeypatch, before, after, filled):
             patch.setattr(launch, "FORCED", backend)
             have = driven(module, make(after), rest, (15,), start)
         assert_states_alike(module, make(after), have, want)
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova", "keyformer", "keyformer-additive"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_update_batched_folds_the_block_as_it_came(backend, monkeypatch, name, padded):
+    module, make = METHODS[name]
+    folds = []
+    monkeypatch.setattr(cadence, "fold_tokens", lambda *a, **k: folds.append((a, k)) or fold_tokens(*a, **k))
+    monkeypatch.setattr(launch, "FORCED", backend)
+    config, state = make(5), module.init_state(make(5), 2, 4, 3, dtype=mx.float32)
+    keys, values = mx.random.normal((2, 9, 4)), mx.random.normal((2, 9, 3))
+    valid = mx.ones((2, 9), mx.bool_) if padded else None
+    module.update_batched(config, state, keys, values, queries=keys[:, None], valid=valid)
+    module.evict(config, module.absorb(config, state, keys, values, valid=valid), queries=keys[:, None])
+    (own, options), (taken_back, others) = folds
+    assert own[0] is state.slots.keys
+    assert own[4] is keys
+    assert own[5] is values
+    assert options["valid"] is valid
+    assert taken_back[4] is not keys
+    assert others["valid"] is not None, "a state that holds the block does not say whether it is padded"
 
 
 def test_a_block_beyond_the_limit_of_a_graph(backend, monkeypatch):

@@ -1,5 +1,6 @@
 """What a step costs: its graph, its traces and its memory."""
 
+import dataclasses
 import io
 import re
 import subprocess
@@ -182,6 +183,26 @@ def test_lesson_42_a_step_writes_in_place():
         mx.eval(state)
     assert mx.get_peak_memory() - before < 2**22
     assert int(state.slots.seen[0]) == 2**15 + 4
+
+
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "cam", "tova", "snapkv"])
+def test_lesson_39_update_batched_never_holds_a_block_that_goes_token_by_token(name):
+    """With cadence "token" it needs less memory than `evict` after `absorb`, by the whole block or more."""
+    policy = veloxfn.policy(dataclasses.replace(CONFIGS[name], cadence="token"))
+    state, keys = policy.init_state(4, 32, dtype=mx.float32), mx.random.normal((4, 300, 32))
+    mx.eval(state, keys)
+
+    def peak(call):
+        mx.eval(call())  # traces and compiles
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(call())
+        return mx.get_peak_memory() - before
+
+    whole = peak(lambda: policy.update_batched(state, keys, keys, queries=keys[:, None]))
+    parts = peak(lambda: policy.evict(policy.absorb(state, keys, keys), queries=keys[:, None]))
+    assert whole <= parts - 2 * keys.nbytes, "keys and values of the block"
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])

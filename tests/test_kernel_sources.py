@@ -265,17 +265,29 @@ def test_what_is_allowed_is_no_breach():
     assert breaches(text, ("keys",)) == []
 
 
-def test_cudas_compiler_learns_how_many_threads_a_block_has(monkeypatch):
+def test_cudas_compiler_learns_how_many_threads_a_block_may_have(monkeypatch):
     made = []
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: made.append(how) or made[-1]["name"])
-    for kernel in (KERNELS["fold_tokens"], KERNELS["attend_finish"]):
-        names = [launch._made.__wrapped__(kernel, "cuda", threads) for threads in (256, 384, 544)]
-        assert len(set(names)) == 3
-        least = ", 1" if kernel.name == "attend_finish" else ""
-        for threads, how in zip((256, 384, 544), made[-3:], strict=True):
-            begun, body = included(kernel)
-            assert how["header"].startswith(begun)
-            assert how["source"] == body
-            assert how["header"].endswith(f" __launch_bounds__({threads}{least})\n") == (threads > 256)
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: made.append(how) or how["name"])
+    build = launch._made.__wrapped__
+    kernel = KERNELS["attend_finish"]
+    names = [build(kernel._replace(alone=alone), "cuda", most) for most in (256, 384, 544) for alone in (False, True)]
+    bounds = [how["header"].removeprefix(included(kernel)[0]).split("__launch_bounds__")[1:] for how in made]
+    assert bounds == [[], [], ["(384)\n"], ["(384, 1)\n"], ["(544)\n"], ["(544, 1)\n"]]
+    assert all(how["source"] == included(kernel)[1] for how in made)
+    assert len(set(names)) == 5, "a name for each text, and no more"
     monkeypatch.setattr(mx.fast, "metal_kernel", lambda **how: how["header"])
-    assert launch._made.__wrapped__(kernel, "metal", 544) == source_of(kernel, "metal")[0]
+    assert build(kernel, "metal", 544) == source_of(kernel, "metal")[0]
+
+
+def test_a_kernel_is_built_once_whatever_the_number_of_threads(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most: asked.append(most))
+    for name, counts in {"weakest": (32, 1024), "attend_finish": (256, 544), "fold_tokens": (256, 384)}.items():
+        for threads in counts:
+            launch._call.__wrapped__(KERNELS[name], "cuda", (), (), (1, 1, 1), threads, None)
+    assert asked == [1024, 1024, 544, 544, 256, 384]
+
+
+def test_more_threads_than_a_kernel_may_have_are_refused():
+    with pytest.raises(ValueError, match="attend is built for 256 threads at most, got 288"):
+        launch.launch(KERNELS["attend"], "host", [], [], template={}, groups=(1, 1, 1), threads=288)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 
@@ -60,10 +60,10 @@ def _too_long(count: int) -> str:
     )
 
 
-class Block(NamedTuple):
+class Block(NamedTuple, Generic[S]):
     """A block as it came, and the state before it."""
 
-    state: State
+    state: S
     keys: mx.array  # [N, S, D]
     values: mx.array  # [N, S, Dv]
     valid: mx.array | None  # [N, S] bool, None = all valid
@@ -75,7 +75,7 @@ def replay(
     config: Retention,
     state: S,
     queries: mx.array | None,
-    block: Block | None = None,
+    block: Block[S] | None = None,
 ) -> S:
     """Take back the block that awaits eviction and give it to `absorb` and `evict` token by token.
 
@@ -98,7 +98,7 @@ def replay(
     """
     slots = state.slots
     count = slots.arrived.shape[1]
-    if block is None or block.state.slots.keys.shape[1] > config.budget + 1:  # of a larger budget before
+    if block is None or block.state.slots.keys.shape[1] != config.budget + 1:  # of another budget before
         block = Block(take_back(state, count, budget=config.budget), *arrivals(slots), slots.arrived >= 0)
     tokens = _Tokens(block.keys, block.values, arrival_rotations(slots), queries, block.valid)
     heads = 1 if queries is None else queries.shape[1]
@@ -108,7 +108,7 @@ def replay(
         rule = _rule_of(ranking(config, state, heads), slots)
     if rule is None and count > _MOST_TOKENS:
         raise ValueError(_too_long(count))
-    state = cast(S, block.state)
+    state = block.state
     for t in range(count):
         length, size = state.slots.positions.shape[1], state.slots.keys.shape[1]
         if rule is not None and length <= config.budget + 1:  # else of a larger budget before

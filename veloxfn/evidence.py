@@ -27,7 +27,7 @@ __all__ = [
 def visible_to(slots: Slots, until: mx.array) -> mx.array:
     """Live slots at positions up to `until` [N, T]: [N, T, n] bool."""
     positions = slots.positions[:, None]
-    return (positions >= 0) & (positions <= until[..., None])
+    return mx.logical_and(positions >= 0, positions <= until[..., None])
 
 
 def key_norms(keys: mx.array) -> mx.array:

@@ -151,7 +151,7 @@ def _evicted(
     state: State,
     queries: mx.array | None,
     attention: mx.array | None,
-    block: cadence.Block | None = None,
+    block: cadence.Block[State] | None = None,
 ) -> State:
     """`evict`; `block` is the one that the state has absorbed."""
     count = state.slots.arrived.shape[1]

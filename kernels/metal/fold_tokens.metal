@@ -2,11 +2,14 @@
 //
 // A slot belongs to one lane, which keeps its position, mass, noise and logits to itself. Its logits are made by the
 // lane's SIMD group, which takes 16 slots in a turn: 4 passes of 4 slots with 8 lanes on each. So a step has two
-// barriers: one for the softmax over all SIMD groups, one for the weakest slot. The key of the token itself is written
-// between the two; its logit is made from the copy in threadgroup memory.
+// barriers: one for the softmax over all SIMD groups, one for the weakest slot.
+//
+// Where HELD turns take all slots, the keys stay in registers until the last token: each lane's parts of the slots whose
+// logits it makes. Where HELD is 0 they are read anew for each token; then the key of the token itself is written between
+// the two barriers, and its logit is made from the copy in threadgroup memory.
 //
 // Template: T, Q (types of keys and queries), D, DV, HEADS, WIDTH (elements of one load, a divisor of D),
-// GROUPS (SIMD groups), SLOTS (of a lane), MASSIVE, DECAYS, AGED, OWN, TEMPERED, NAMED, NOISY, PADDED (bool).
+// GROUPS (SIMD groups), SLOTS (of a lane), HELD (int), MASSIVE, DECAYS, AGED, OWN, TEMPERED, NAMED, NOISY, PADDED (bool).
 // limits: budget, sink, recent, rows of the buffers that are given. rates: decay, what products of queries and keys are
 // multiplied by.
 
@@ -14,7 +17,7 @@ constexpr uint LANES = 32 * GROUPS;
 constexpr uint TOGETHER = HEADS < 4 ? HEADS : 4;          // heads whose products are made in one pass over the keys
 constexpr uint VECTORS = (D / WIDTH + 7) / 8;             // of a key, for each of 8 lanes
 constexpr bool HOLDS = TOGETHER * VECTORS * WIDTH <= 32;  // its part of the queries, in registers
-constexpr bool HOLDS_KEYS = HELD > 0;
+constexpr bool HOLDS_KEYS = HELD > 0;                     // and of the keys
 constexpr uint TURNS = VECTORS == 1 && HEADS == 1 && !HOLDS_KEYS ? 2 : 1;  // whose keys are loaded at once
 constexpr uint PASSES = 4 * TURNS;
 constexpr int UNROLLED = SLOTS <= 5 ? SLOTS : 1;  // else a lane's slots are in memory of its own
@@ -161,7 +164,8 @@ for (int t = -2; t < int(count); t++) {
             load_floats<WIDTH>(kept_keys + offsets[i % PASSES] + i / PASSES * 8 * WIDTH, x + (HOLDS ? i : 0) * WIDTH);
           }
         }
-        // Never so, but no compiler knows: it would put loads behind the arithmetic of others, each to be waited for.
+        // So it may be where keys are held. Elsewhere never, but no compiler knows: it would put loads behind the
+        // arithmetic of others, each to be waited for.
         simdgroup_barrier(mem_flags::mem_none);
         if (turn * 16 * GROUPS + group >= length) continue;
         float dots[TOGETHER * PASSES];

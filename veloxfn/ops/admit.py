@@ -10,7 +10,7 @@ import mlx.core as mx
 from veloxfn import checks
 from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.key_norms import key_norms
-from veloxfn.ops.launch import Kernel, backend_for, launch, spread_over
+from veloxfn.ops.launch import MOST_SPREAD, Kernel, backend_for, launch, spread_over
 from veloxfn.ops.noise import halves, hashed_gumbel, names
 from veloxfn.ops.ranks import live
 
@@ -20,6 +20,7 @@ KERNEL = Kernel(
     "admit",
     ("positions", "seen", "first", "second", "first_fresh", "second_fresh", "keys", "seed", "streams", "rotations"),
     ("slot", "positions_out", "seen_out", "first_out", "second_out", "rotations_out"),
+    most=MOST_SPREAD,
 )
 
 

@@ -150,7 +150,7 @@ def reference(
         if outputs:
             some = mx.depends([some], [outputs[-1]])[0]  # one tile in memory at a time
         slots = positions[:, None]
-        visible = ((slots >= 0) & (slots <= until[:, now, None]))[:, None]
+        visible = mx.logical_and(slots >= 0, slots <= until[:, now, None])[:, None]
         logits = (some.reshape(rows, -1, dim) @ wide).reshape(rows, groups, -1, length)
         shares = softmax(logits, visible)
         made = (shares.reshape(rows, -1, length) @ contents).reshape(*shares.shape[:3], values.shape[2])

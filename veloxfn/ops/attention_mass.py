@@ -29,13 +29,14 @@ _CPU_ELEMENTS, _GPU_ELEMENTS = 2**20, 2**22
 _TILE_QUERIES = 32  # at least: fewer would make a long block's graph large
 
 
+_LANES = 512
 KERNEL = Kernel(
     "mass_block",
     ("products", "positions", "until", "first", "weights", "heat", "names", "mass"),
     ("mass_out",),
+    most=_LANES,
 )
 _KERNEL_ELEMENTS = 2**26  # products of one tile
-_LANES = 512
 _MOST_SLOTS = 32 * _LANES
 _STRIPS = 528  # threadgroups that fill a large GPU
 _FEW_QUERIES = 32  # query heads times queries that one pass over the keys takes
@@ -180,7 +181,7 @@ def _by_tiles(
         slots = positions[:, :seen]
         part = _of_tile(
             noisy(logits.reshape(rows, groups, heads.shape[2], seen), temper, slots, now),
-            (slots[:, None] >= 0) & (slots[:, None] <= limit),
+            mx.logical_and(slots[:, None] >= 0, slots[:, None] <= limit),
             weights[:, now] / groups,
         )
         mass = mass + (part if seen == length else mx.pad(part, [(0, 0), (0, length - seen)]))
@@ -202,7 +203,7 @@ def reference(
             logits = logits + hashed_gumbel(temper.names[..., None], positions[:, None, None])
         logits = logits / temper.tau[:, None, :, None]
     slots = positions[:, None, :]
-    visible = ((slots >= 0) & (slots <= until[:, :, None]))[:, None]
+    visible = mx.logical_and(slots >= 0, slots <= until[:, :, None])[:, None]
     shares = mx.where(visible, mx.softmax(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1), 0)
     each = shares.mean(axis=1)
     return (each if weights is None else each * weights[:, :, None]).sum(axis=1)
@@ -218,7 +219,7 @@ def noisy(logits: mx.array, temper: Temper | None, positions: mx.array, now: sli
 
 def _of_one_token(logits: mx.array, positions: mx.array, until: mx.array) -> mx.array:
     """Mean over G of softmax(logits [N, G, n]) over the slots that one query per row sees: [N, n]."""
-    live = (positions >= 0) & (positions <= until)
+    live = mx.logical_and(positions >= 0, positions <= until)
     if logits.shape[1] == 1:  # in [N, n] alone all of it fuses
         return softmax(logits.squeeze(1), live)
     return mx.sum(softmax(logits, live[:, None], 1 / logits.shape[1]), axis=1)

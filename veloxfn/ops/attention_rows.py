@@ -27,13 +27,13 @@ def attention_rows(queries: mx.array, keys: mx.array, positions: mx.array, until
     queries, wide = ready(queries, keys)
     logits = (queries.reshape(rows, groups * count, dim) @ wide).reshape(rows, groups, count, -1)
     slots = positions[:, None]
-    visible = (slots >= 0) & (slots <= until[..., None])
+    visible = mx.logical_and(slots >= 0, slots <= until[..., None])
     return mx.sum(softmax(logits, visible[:, None], 1 / groups), axis=1)
 
 
 def reference(queries: mx.array, keys: mx.array, positions: mx.array, until: mx.array) -> mx.array:
     """`attention_rows` by its definition, finite keys only."""
     logits = queries.astype(mx.float32) @ keys.astype(mx.float32)[:, None].swapaxes(2, 3) * queries.shape[3] ** -0.5
-    visible = ((positions[:, None] >= 0) & (positions[:, None] <= until[..., None]))[:, None]
+    visible = mx.logical_and(positions[:, None] >= 0, positions[:, None] <= until[..., None])[:, None]
     shares = mx.softmax(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1)
     return mx.where(visible, shares, 0).mean(axis=1)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
-from veloxfn.ops.launch import Kernel, Output, Template, backend_for, launch, spread_over
+from veloxfn.ops.launch import MOST_SPREAD, Kernel, Output, Template, backend_for, launch, spread_over
 from veloxfn.ops.weakest import reference as weakest
 
 __all__ = [
@@ -38,6 +38,7 @@ KERNEL = Kernel(
     "evict_step",
     ("positions", "seen", "mass", "attention", "arrived", "counted", "noise", "tau", "scratch", "weights"),
     ("mass_out", "positions_out", "output"),
+    most=MOST_SPREAD,
     alone=True,
 )
 # The same behind the first launch of `attend`, whose parts it joins: with an eviction, and without one.

@@ -47,12 +47,14 @@ KERNEL = Kernel(
         "rates",
     ),
     ("keys_out", "values_out", "positions_out", "mass_out", "noise_out"),
+    most=None,
 )
 
 # Of a threadgroup, at most. A GPU has 65536 registers for it, given to four SIMD groups at a time: 96 for each of 640
 # lanes, 128 of 512, 168 of 384, and the 255 that exist of 256.
 _LANES = 640
-# Words of the keys that a lane may hold until the last token, beside the 50 to 100 registers that it works with.
+# Words of the keys that a lane may hold until the last token, beside the 50 to 100 registers that it works with, by
+# lanes. Of an NVIDIA GPU: an Apple one has fewer registers, and which keys fit has not been measured there.
 _HELD = {384: 96, 256: 160}
 _MOST_SLOTS = 8192
 _THREADGROUP_BYTES = 32 * 1024
@@ -101,7 +103,8 @@ def fold_tokens(
     A slot whose product with a query is not finite gets nothing from it and takes nothing from the others.
 
     Args:
-        keys: [N, C', D] buffer, C' >= n; rows from n on are free.
+        keys: [N, C', D] buffer, C' >= n; rows from n on are free. On CUDA keys begin at a multiple of 16 bytes, as all
+            that MLX makes does and slices of it by row.
         values: [N, C', Dv].
         positions: [N, n] int32 of the slots, -1 = free; n <= budget + 1, and at most `budget` are live.
         seen: [N] int32, arrivals before the block.
@@ -177,7 +180,7 @@ def fold_tokens(
             noise=noise,
             valid=valid,
         )
-    capacity, (lanes, held) = budget + 1, _shape(budget, dim, heads, keys.dtype.size)
+    capacity, (lanes, held) = budget + 1, _shape(budget, dim, heads, keys.dtype.size, backend)
     tau = noise.tau if noise is not None else temper.tau if temper is not None else None
     names = None if temper is None else temper.names
     asked = fresh_keys if queries is None else queries
@@ -275,7 +278,7 @@ def reference(
     for t in range(count if rows else 0):
         now = slice(t, t + 1)
         ok = mx.ones((rows, 1), mx.bool_) if valid is None else valid[:, now]
-        given = (numbers(length) == mx.argmin(positions, axis=1, keepdims=True)) & ok
+        given = mx.logical_and(numbers(length) == mx.argmin(positions, axis=1, keepdims=True), ok)
         row = mx.pad(given, [(0, 0), (0, budget + 1 - length)])[..., None]
         keys = mx.where(row, fresh_keys[:, now], keys)
         values = mx.where(row, fresh_values[:, now], values) if stores else values
@@ -323,14 +326,14 @@ def _resized(buffer: mx.array, size: int) -> mx.array:
     return buffer[:, :size] if missing <= 0 else mx.pad(buffer, [(0, 0), (0, missing), (0, 0)])
 
 
-def _shape(budget: int, dim: int, heads: int, size: int) -> tuple[int, int]:
+def _shape(budget: int, dim: int, heads: int, size: int, backend: str) -> tuple[int, int]:
     """Threads of a threadgroup, and the turns of 16 slots whose keys its SIMD groups hold in registers, 0 = none."""
     width = _width(dim, size)
     vectors = -(-dim // (8 * width))
-    for most, words in _HELD.items():
+    for most, words in _HELD.items() if backend != "metal" else ():
         lanes = min(_LANES, most, 32 * -(-(budget + 1) // 16))
         turns = -(-(budget + 1) // (lanes // 2))
-        if turns * vectors * width * size <= words:
+        if turns * vectors * max(width * size, 4) <= words:
             return lanes, turns
     # Else as many as registers allow, so that many loads are under way.
     if heads > 1 or vectors > 4:

@@ -21,7 +21,17 @@ from veloxfn import checks
 from veloxfn.ops.fusion import on_gpu
 from veloxfn.ops.kept import kept
 
-__all__ = ["BACKENDS", "Kernel", "backend_for", "lanes_for", "launch", "source_of", "spread_over", "using"]
+__all__ = [
+    "BACKENDS",
+    "MOST_SPREAD",
+    "Kernel",
+    "backend_for",
+    "lanes_for",
+    "launch",
+    "source_of",
+    "spread_over",
+    "using",
+]
 
 BACKENDS = ("reference", "metal", "cuda", "host")
 
@@ -43,6 +53,7 @@ class Kernel(NamedTuple):
     absent: tuple[str, ...] = ()  # inputs that are not given
     unmade: tuple[str, ...] = ()  # outputs that are not made
     aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for another array: (name, array)
+    most: int | None = 256  # threads of a threadgroup, at most; None = the template says how many
     alone: bool = False  # CUDA's compiler saves no registers for a second threadgroup beside one
 
 
@@ -111,11 +122,16 @@ def launch(
         outputs: shape and dtype of each output; None where the body does not write it, by its template.
         template: constants of the body, types among them.
         groups: threadgroups along x, y and z.
-        threads: of a threadgroup, along x; a multiple of 32, at most 1024.
+        threads: of a threadgroup, along x; a multiple of 32, at most the kernel's own.
 
     Returns:
         The outputs that are made.
+
+    Raises:
+        ValueError: more threads than the kernel may have.
     """
+    if threads > (kernel.most or 1024):
+        raise ValueError(f"{kernel.name} is built for {kernel.most or 1024} threads at most, got {threads}")
     kernel = variant(kernel, inputs, outputs)
     given = [array for array in inputs if array is not None]
     made = [output for output in outputs if output is not None]
@@ -155,16 +171,18 @@ def lanes_for(length: int) -> int:
     return min(1024, -(-max(length, 1) // 32) * 32)
 
 
+MOST_SPREAD = 544  # threads, that `spread_over` gives at most; `joined` of evict_step.metal has room for as many
+
+
 def spread_over(length: int) -> tuple[int, int]:
     """Threads of a threadgroup, at most 544, and the elements, at most 8, whose loads each has under way at once.
 
-    Few are idle where length is a power of two and one more, as for a full cache. `joined` of evict_step.metal has room
-    for as many threads.
+    Few are idle where length is a power of two and one more, as for a full cache.
     """
     length = max(length, 1)
-    each = -(-length // -(-length // (8 * 544)))  # of one round
+    each = -(-length // -(-length // (8 * MOST_SPREAD)))  # of one round
     slots = 1
-    while slots * 544 < each:
+    while slots * MOST_SPREAD < each:
         slots *= 2
     return lanes_for(-(-each // slots)), slots
 
@@ -180,7 +198,7 @@ def _call(
     poison: float | None,
 ) -> Callable[..., Sequence[mx.array]]:
     """A kernel with everything fixed but its inputs. Compiled: MLX writes out the source anew in every plain call."""
-    made = _made(kernel, backend, threads)
+    made = _made(kernel, backend, threads if kernel.most is None else kernel.most)
 
     def call(*inputs: mx.array) -> Any:
         return made(
@@ -198,33 +216,33 @@ def _call(
 
 
 @cache
-def _made(kernel: Kernel, backend: str, threads: int) -> Callable[..., Any]:
+def _made(kernel: Kernel, backend: str, most: int) -> Callable[..., Any]:
     header, body = source_of(kernel, backend)
+    end = bounds(most, alone=kernel.alone) if backend == "cuda" else ""
     # MLX keeps what it built under the kernel's name: another text needs another name.
-    name = f"veloxfn_{kernel.name}_{hashlib.sha256((header + body).encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256((header + end + body).encode()).hexdigest()[:12]
     if backend == "cuda":
         header, body = included(kernel)
-        header, name = header + bounds(kernel, threads), f"{name}_{threads}"
     make: Callable[..., Any] = mx.fast.metal_kernel if backend == "metal" else mx.fast.cuda_kernel
     made: Callable[..., Any] = make(
-        name=name,
+        name=f"veloxfn_{kernel.name}_{digest}",
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
-        header=header,
+        header=header + end,
         source=body,
     )
     return made
 
 
-def bounds(kernel: Kernel, threads: int) -> str:
-    """The end of a header that tells CUDA's compiler how many threads a block has, where MLX's own words do not.
+def bounds(most: int, *, alone: bool) -> str:
+    """The end of a header that tells CUDA's compiler how many threads a block may have, where MLX's own words do not.
 
     A block does not start whose threads have more registers than there are. 256 threads may have all that there can be.
     """
-    if threads <= 256:
+    if most <= 256:
         return ""
-    least = ", 1" if kernel.alone else ""
-    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({threads}{least})\n"
+    least = ", 1" if alone else ""
+    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({most}{least})\n"
 
 
 @cache

@@ -34,6 +34,7 @@ KERNEL = Kernel(
     "merge_targets",
     ("positions", "left", "mass", "values", "keys", "seed", "streams"),
     ("lost", "into", "weights", "mass_out"),
+    most=1024,
 )
 
 _LEAST_OWN_SHARE = 2.0**-20  # of a survivor in a merge by similarity, so that equal keys divide by no zero
@@ -180,7 +181,7 @@ def reference(
     streams: mx.array,
 ) -> Merging:
     """`merge_targets` in MLX's own primitives."""
-    gone = (positions >= 0) & (left < 0)
+    gone = mx.logical_and(positions >= 0, left < 0)
     lost = mx.argmax(gone, axis=1, keepdims=True).astype(mx.int32)
     seen = keys if rule.compares else None
 
@@ -191,7 +192,7 @@ def reference(
     loser = side(lost, mx.where(gone, positions, -1))
     if rule.nearest:
         cosines = _cosines(cast(mx.array, loser.keys), cast(mx.array, seen)).squeeze(1)
-        able = (left >= rule.sink) & mx.isfinite(cosines)
+        able = mx.logical_and(left >= rule.sink, mx.isfinite(cosines))
         cosines = mx.where(able, cosines, -2.0)
         best = cosines == mx.max(cosines, axis=1, keepdims=True)
         into = mx.argmin(mx.where(best, left, _LAST), axis=1, keepdims=True)  # ties: the oldest
@@ -211,7 +212,7 @@ def reference(
 def finite(*content: mx.array) -> mx.array:
     """Tokens [N, M] whose content, [N, M, ..] each, is finite."""
     found = [mx.all(mx.isfinite(one), axis=2) for one in content]
-    return found[0] if len(found) == 1 else found[0] & found[1]
+    return found[0] if len(found) == 1 else mx.logical_and(*found)
 
 
 def merge_weights(
@@ -234,12 +235,12 @@ def merge_weights(
         cosines = _cosines(cast(mx.array, losers.keys), cast(mx.array, survivors.keys))
     targets = _targets_of(rule, losers.positions, survivors.positions, cosines).astype(mx.float32)
     count = mx.maximum(targets.sum(axis=2), 1)
-    merged = whole & mx.isfinite(losers.mass)
+    merged = mx.logical_and(whole, mx.isfinite(losers.mass))
     if rule.seed is not None:
         masses = mx.where(mx.isfinite(survivors.mass), survivors.mass, 0)
         mean = (targets @ masses[..., None]).squeeze(2) / count
         drawn = hashed_uniform(names(rule.seed, streams)[:, None], losers.positions)
-        merged = merged & (drawn < merge_probability(losers.mass, mean))
+        merged = mx.logical_and(merged, drawn < merge_probability(losers.mass, mean))
     targets = targets * merged[..., None]
     shares = targets / count[..., None]
     if rule.similar:
@@ -263,12 +264,14 @@ def _targets_of(rule: MergeRule, losers: mx.array, survivors: mx.array, cosines:
     mine, theirs = losers[..., None], survivors[:, None]
     places = mx.arange(survivors.shape[1])
     if not rule.nearest:
-        later = (theirs > mine) & (mine >= 0)
+        later = mx.logical_and(theirs > mine, mine >= 0)
+        if later.shape[2] <= rule.following:
+            return later
         before = later.shape[2] - later.sum(axis=2, keepdims=True)
-        return later & ((places < before + rule.following) | (later.shape[2] <= rule.following))
-    able = (theirs >= rule.sink) & (mine >= 0) & mx.isfinite(cosines)
+        return mx.logical_and(later, places < before + rule.following)
+    able = mx.logical_and(mx.logical_and(theirs >= rule.sink, mine >= 0), mx.isfinite(cosines))
     nearest = mx.argmax(mx.where(able, cosines, -2.0), axis=2, keepdims=True)  # ties: the oldest
-    return mx.where(places == nearest, able, False)  # not &, which `mx.vmap` gets wrong here
+    return mx.logical_and(places == nearest, able)
 
 
 def _cosines(some: mx.array, others: mx.array) -> mx.array:

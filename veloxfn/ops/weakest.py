@@ -13,7 +13,7 @@ from veloxfn.ops.launch import Kernel, backend_for, lanes_for, launch
 
 __all__ = ["KERNEL", "order_of", "reference", "shielded", "weakest"]
 
-KERNEL = Kernel("weakest", ("positions", "seen", "importance"), ("slot",))
+KERNEL = Kernel("weakest", ("positions", "seen", "importance"), ("slot",), most=1024)
 
 _POSITION_BITS = 30
 
@@ -78,4 +78,4 @@ def order_of(importance: mx.array, positions: mx.array, seen: mx.array, *, sink:
 
 def shielded(positions: mx.array, seen: mx.array, *, sink: int, recent: int) -> mx.array:
     """Live slots [N, n] bool of the first `sink` and the last `recent` arrivals."""
-    return (positions >= 0) & ((positions < sink) | (positions >= seen[:, None] - recent))
+    return mx.logical_and(positions >= 0, mx.logical_or(positions < sink, positions >= seen[:, None] - recent))

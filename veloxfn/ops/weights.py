@@ -32,7 +32,7 @@ def softmax(logits: mx.array, visible: mx.array, weight: float = 1.0) -> mx.arra
 
 def exponentials(logits: mx.array, visible: mx.array) -> mx.array:
     """exp(logits - their maximum) where visible and finite, else 0."""
-    visible = visible & (mx.abs(logits) < mx.inf)
+    visible = mx.logical_and(visible, mx.abs(logits) < mx.inf)
     top = mx.max(mx.where(visible, logits, mx.finfo(mx.float32).min), axis=-1, keepdims=True)
     return mx.where(visible, _exp(logits - top), 0)
 

@@ -22,6 +22,7 @@ KERNEL = Kernel(
     "window_step",
     ("window", "attention", "positions", "seen", "arrived", "order"),
     ("window_out", "positions_out", "received"),
+    most=1024,
 )
 
 
@@ -136,7 +137,7 @@ def observed(window: mx.array, fresh: mx.array, when: mx.array, arrived: mx.arra
         return _observed(window, fresh, when[..., None], arrived[:, None], numbers(size)[:, None])
     window = mx.where(numbers(window.shape[2]) == arrived[:, None], 0.0, window)
     hits = (when % size)[:, None] == numbers(size)[:, None]
-    hits = hits & (when >= 0)[:, None]  # [N, w, T]: at most one per ring row
+    hits = mx.logical_and(hits, (when >= 0)[:, None])  # [N, w, T]: at most one per ring row
     source = mx.argmax(hits, axis=2)[..., None]
     return mx.where(mx.any(hits, axis=2, keepdims=True), mx.take_along_axis(fresh, source, axis=1), window)
 
@@ -145,7 +146,7 @@ def observed(window: mx.array, fresh: mx.array, when: mx.array, arrived: mx.arra
 def _observed(window: mx.array, fresh: mx.array, when: mx.array, arrived: mx.array, rows: mx.array) -> mx.array:
     """The ring with one query: a pass over it, in place, where reading a row before it is written costs a copy."""
     old = mx.where(numbers(window.shape[2]) == arrived, 0.0, window)
-    return mx.where((rows == when % window.shape[1]) & (when >= 0), fresh, old)
+    return mx.where(mx.logical_and(rows == when % window.shape[1], when >= 0), fresh, old)
 
 
 def pooled(
@@ -156,7 +157,7 @@ def pooled(
     if kernel == 1:
         return received
     kernel = _within(kernel, positions.shape[1])
-    past = (positions >= 0) & (positions < seen[:, None] - recent)
+    past = mx.logical_and(positions >= 0, positions < seen[:, None] - recent)
     order = mx.argsort(positions, axis=1)
     past, column = (mx.take_along_axis(one, order, axis=1) for one in (past, received))
     low = 0.0 if pooling == "mean" else -mx.inf

@@ -31,6 +31,7 @@ __all__ = [
     "live_positions",
     "run",
     "snapshot",
+    "snapshot_of_live",
     "start",
     "step",
     "steps",

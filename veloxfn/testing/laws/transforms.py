@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import mlx.core as mx
 from mlx.utils import tree_map
 
@@ -47,7 +51,7 @@ def law_compiled_equals_eager(policy: AnyPolicy, claims: Claims | None = None, *
 
 
 def law_mapped_equals_looped(policy: AnyPolicy, claims: Claims | None = None) -> None:
-    """`mx.vmap(update_batched)` over stacked states keeps what the states keep one by one.
+    """`mx.vmap(update_batched)` keeps what one call after the other keeps: over stacked states, or from a single one.
 
     Lesson 38 (nothing is evaluated inside an update).
     """
@@ -62,16 +66,24 @@ def law_mapped_equals_looped(policy: AnyPolicy, claims: Claims | None = None) ->
 
     for start, stop in ((full, full + 1), (full + 1, full + 4)):
         blocks = [stream.block(start, stop) for stream in streams]
-        arguments = [(s, b.keys, b.values, evidence(claims, b)) for s, b in zip(states, blocks, strict=True)]
+        arguments = [(b.keys, b.values, evidence(claims, b)) for b in blocks]
+        what = f"columns {start} .. {stop - 1}"
+        with_states = [(state, *rest) for state, rest in zip(states, arguments, strict=True)]
+        _mapped_alike(update, with_states, f"states mapped, {what}")
+        _mapped_alike(partial(update, states[0]), arguments, f"blocks mapped onto one state, {what}")
+        states = [step(policy, claims, state, block) for state, block in zip(states, blocks, strict=True)]
+
+
+def _mapped_alike(update: Callable[..., AnyState], arguments: list[tuple[Any, ...]], what: str) -> None:
+    """Compare `update` mapped over stacked arguments with a call for each."""
+    with ops.using("reference"):  # kernels have no vmap
         try:
-            with ops.using("reference"):  # kernels have no vmap
-                mapped = mx.vmap(update)(*tree_map(lambda *parts: mx.stack(list(parts)), *arguments))
+            mapped = mx.vmap(update)(*tree_map(lambda *parts: mx.stack(list(parts)), *arguments))
             mx.eval(list(leaves(mapped).values()))
         except (RuntimeError, ValueError) as error:
             raise AssertionError(f"update_batched cannot be mapped: {error}") from error
-        states = [step(policy, claims, state, block) for state, block in zip(states, blocks, strict=True)]
-        for index, state in enumerate(states):
-            one = tree_map(lambda leaf, index=index: leaf[index], mapped)
-            what = f"mapped against looped, columns {start} .. {stop - 1}"
-            same_rows(kept(state), kept(one), what)
-            same_columns(state, one, list(range(rows)), what)
+    for index, given in enumerate(arguments):
+        state = update(*given)
+        one = tree_map(lambda leaf, index=index: leaf[index], mapped)
+        same_rows(kept(state), kept(one), f"mapped against looped, {what}")
+        same_columns(state, one, list(range(len(kept(state)))), f"mapped against looped, {what}")
