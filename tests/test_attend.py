@@ -209,6 +209,33 @@ def test_a_step_is_few_launches(most, config, dtype):
     assert set(found.copies) <= {"-> ScatterAxis"}, "the buffers are written in place, and nothing else is copied"
 
 
+@pytest.mark.parametrize(
+    ("count", "config"),
+    [
+        (3, knorm.Config(budget=16)),
+        (3, knorm.Config(budget=16, keep="high")),
+        (3, streaming_llm.Config(budget=16)),
+        (3, streaming_llm.Config(budget=16, placement=Contiguous(Rope(dims=4)))),
+        (5, h2o.Config(budget=16)),
+        (5, tova.Config(budget=16)),
+        (5, keyformer.Config(budget=16)),
+    ],
+)
+def test_an_update_is_the_write_and_one_launch_or_three(count, config):
+    """What needs no attention loses a slot where the arrival is given one."""
+    policy = veloxfn.policy(config)
+    state = full(policy, dtype=mx.float16)
+    keys, values, queries = block(2, 2, 1, 8, mx.float16)
+
+    def update(state, keys, values, queries):
+        given = {"queries": queries} if config.needs_queries else {}
+        return policy.update_batched(state, keys, values, **given)
+
+    found = launches(mx.compile(update), state, keys, values, queries, backend=GPU)
+    assert len(found.kernels) == count, found.kernels
+    assert set(found.copies) <= {"-> ScatterAxis"}
+
+
 def test_attend_without_until_takes_the_newest_tokens_wherever_they_are():
     """At full budget the first token of a block lies in the slot that was free, in front of older ones."""
     policy = h2o.policy(h2o.Config(budget=4, sink=0, recent=1))

@@ -194,6 +194,31 @@ def test_admit_equals_its_reference(backend, columns):
             assert same(one, other), (rows, length)
 
 
+@pytest.mark.parametrize(("ranked", "keep_low"), [(True, False), (True, True), (False, False)])
+def test_a_loss_is_that_of_evict_step_after_the_arrival(backend, ranked, keep_low):
+    for number, (rows, length) in enumerate(SHAPES):
+        positions, seen = placed("some", rows, length, number)
+        positions = mx.where(mx.arange(length) == length // 2, -1, positions)
+        columns = [(drawn("special", rows, length, 1), drawn("special", rows, 1, 9)), (mx.zeros((rows, length)), 1.0)]
+        columns = columns[: 2 if ranked else number % 3]
+        loses = ops.Loss(ranked, keep_low, sink=number % 3, recent=number % 2)
+        have = ops.admit(positions, seen, columns, loses=loses, backend=backend)
+        one = ops.admit(positions, seen, columns, backend=backend)
+        mass = one.columns[0] if ranked else None
+        options = {"keep_low": keep_low, "sink": loses.sink, "recent": loses.recent}
+        _, left = on_cpu(evict_reference, one.positions, one.seen, mass, None, **options)
+        assert same(have.positions, left), (rows, length)
+        assert same(have.positions, on_cpu(admit_reference, positions, seen, columns, None, loses).positions)
+        assert same(have.slot, one.slot)
+        assert same(have.seen, one.seen)
+        assert all(same(*pair) for pair in zip(have.columns, one.columns, strict=True))
+
+
+def test_a_loss_by_a_column_needs_one():
+    with pytest.raises(ValueError, match="needs a column, got none"):
+        ops.admit(mx.array([[0, -1]], mx.int32), mx.array([1], mx.int32), loses=ops.Loss(True, False, 0, 0))
+
+
 # Of norms: sums of up to 256 squares in another order.
 NORM_ERROR = {"rtol": 2e-6, "atol": 0.0}
 

@@ -23,6 +23,7 @@ __all__ = [
     "Ranking",
     "attend_and_retire",
     "freed",
+    "loss_of",
     "protected",
     "rank",
     "retire",
@@ -251,6 +252,13 @@ def steps(state: State, config: Retention) -> bool:
     slots = state.slots
     full = slots.positions.shape[1] == slots.keys.shape[1] == config.budget + 1
     return full and slots.arrived.shape[1] == 1 and config.shared_heads == 1
+
+
+def loss_of(config: Retention, ranking: Ranking) -> ops.Loss | None:
+    """One token's eviction by a ranking without attention, for `slots.extend`; None where rows decide together."""
+    if ranking.attended or config.shared_heads > 1:
+        return None
+    return ops.Loss(ranking.column is not None, ranking.keep_low, config.sink, config.recent_rows)
 
 
 def _stepped(state: S, ranking: Ranking, mass: mx.array, positions: mx.array) -> S:

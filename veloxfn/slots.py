@@ -111,6 +111,7 @@ def extend(
     valid: mx.array | None,
     *,
     budget: int,
+    loses: ops.Loss | None = None,
     **fresh: ops.Entry,
 ) -> S:
     """`append`, and every per-slot column with the arrivals' entries; one token into a full buffer is three launches.
@@ -121,11 +122,13 @@ def extend(
         values: [N, S, Dv] likewise.
         valid: [N, S] bool, False = padded; None = all valid.
         budget: rows that the caller keeps.
+        loses: the eviction that one token into a full buffer calls for, taken in the same launch, ranked by the column
+            of its first entry.
         fresh: for each column by its name, the arrivals' entries: [N, .., S], a number, the norms of their keys or
             addressed draws.
 
     Returns:
-        The state with `arrived` [N, S]; errors as `append`.
+        The state with `arrived` [N, S], S = 0 where the eviction was taken; errors as `append`.
     """
     slots = state.slots
     checks.block(slots, keys, values, valid)
@@ -139,6 +142,7 @@ def extend(
             slots.seen,
             [(column, fresh[name]) for name, column in columns.items()],
             rotations=slots.rotations if turned else None,
+            loses=loses,
         )
         index = admitted.slot[..., None]
         if keys.shape == values.shape:
@@ -151,7 +155,8 @@ def extend(
             seen=admitted.seen,
             rotations=slots.rotations if admitted.rotations is None else admitted.rotations,
         )
-        return with_columns(with_slots(state, slots), dict(zip(columns, admitted.columns, strict=True)))
+        state = with_columns(with_slots(state, slots), dict(zip(columns, admitted.columns, strict=True)))
+        return state if loses is None else settle(state)
     slots = append(slots, keys, values, valid, budget=budget)
     if count == 0:
         return with_slots(state, slots)

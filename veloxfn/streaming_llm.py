@@ -19,7 +19,7 @@ from veloxfn import checks, slots
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
-from veloxfn.retention import Ranking, retire_by
+from veloxfn.retention import Ranking, loss_of, retire_by
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -123,8 +123,10 @@ def update_batched(
     attention: mx.array | None = None,
     valid: mx.array | None = None,
 ) -> State:
-    """`evict` after `absorb`, arguments and errors as there."""
-    return evict(config, absorb(config, state, keys, values, valid=valid), queries=queries, attention=attention)
+    """`evict` after `absorb`, arguments and errors as there; one token into a full cache loses another as it comes."""
+    loses = loss_of(config, ranking(config, state))
+    absorbed = slots.extend(state, keys, values, valid, budget=config.budget, loses=loses)
+    return evict(config, absorbed, queries=queries, attention=attention)
 
 
 def policy(config: Config) -> Policy[State]:

@@ -1,7 +1,9 @@
-// One threadgroup per row: the first free slot is given to the token that arrives, and its entries of two columns.
+// One threadgroup per row: the first free slot is given to the token that arrives, and its entries of two columns; where
+// LOSES, the position of the weakest slot, as evict_step.metal ranks them, becomes -1.
 // Template: FIRST, SECOND (int): what the arrival's entry is. 0: there is no such column; 1: given; 2: zero; 3: the norm
 // of its key of DIMS dimensions; 4: a Gumbel draw addressed by (seed, stream, position). TURNED (bool): it comes rotated at
-// the number of tokens that are there. A lane has SLOTS slots at a time, whose loads are under way together.
+// the number of tokens that are there. LOSES, RANKED (by the first column, else all are alike), KEEP_LOW (bool), SINK,
+// RECENT (int). A lane has SLOTS slots at a time, whose loads are under way together.
 
 const uint row = threadgroup_position_in_grid.x;
 const uint lane = thread_position_in_threadgroup.x;
@@ -43,6 +45,7 @@ float second_entry = 0.0f;
 if (SECOND == 1) second_entry = second_fresh[row];
 if (SECOND == 4) second_entry = drawn;
 const bool held = length <= SLOTS * lanes;  // the positions, in registers
+mine = last_rank();
 for (uint begin = 0; begin < length; begin += SLOTS * lanes) {
   float first_kept[SLOTS];
   float second_kept[SLOTS];
@@ -63,8 +66,17 @@ for (uint begin = 0; begin < length; begin += SLOTS * lanes) {
       if (TURNED) rotations_out[at] = here ? there : turned[i];
       if (FIRST > 0) first_out[at] = here ? first_entry : first_kept[i];
       if (SECOND > 0) second_out[at] = here ? second_entry : second_kept[i];
+      if (LOSES) {
+        const float importance = RANKED ? importance_of(here ? first_entry : first_kept[i], 0, KEEP_LOW, 0.0f) : 0.0f;
+        const Rank other = rank_of(importance, here ? now : position[i], now + 1, SINK, RECENT, j);
+        if (below(other, mine)) mine = other;
+      }
     }
   }
+}
+if (LOSES) {
+  const uint lost = lowest(mine, ranks, lane, lanes).slot;
+  if (lane == lost % lanes) positions_out[row * length + lost] = -1;  // which this lane has written
 }
 if (lane == 0) {
   slot[row] = int(given);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from veloxfn.ops.admit import Entry, Gumbel, KeyNorm, admit
+from veloxfn.ops.admit import Entry, Gumbel, KeyNorm, Loss, admit
 from veloxfn.ops.attend import attend, attend_step
 from veloxfn.ops.attention_mass import Temper, attention_mass
 from veloxfn.ops.attention_rows import attention_rows
@@ -21,6 +21,7 @@ __all__ = [
     "Entry",
     "Gumbel",
     "KeyNorm",
+    "Loss",
     "MergeRule",
     "Temper",
     "admit",

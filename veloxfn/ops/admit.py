@@ -9,12 +9,13 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.constants import constant, numbers
+from veloxfn.ops.evict_step import reference as evict_step
 from veloxfn.ops.key_norms import key_norms
 from veloxfn.ops.launch import MOST_SPREAD, Kernel, backend_for, launch, spread_over
 from veloxfn.ops.noise import halves, hashed_gumbel, names
 from veloxfn.ops.ranks import live
 
-__all__ = ["KERNEL", "Admitted", "Entry", "Gumbel", "KeyNorm", "admit", "entries_of", "reference"]
+__all__ = ["KERNEL", "Admitted", "Entry", "Gumbel", "KeyNorm", "Loss", "admit", "entries_of", "reference"]
 
 KERNEL = Kernel(
     "admit",
@@ -40,8 +41,17 @@ class Gumbel(NamedTuple):
 Entry = mx.array | float | KeyNorm | Gumbel
 
 
+class Loss(NamedTuple):
+    """That the weakest slot is freed, as `evict_step` without attention finds it."""
+
+    ranked: bool  # by the first column; else all are alike, so that the oldest goes
+    keep_low: bool  # by its negative
+    sink: int
+    recent: int
+
+
 class Admitted(NamedTuple):
-    """The bookkeeping of a row after an arrival."""
+    """The bookkeeping of a row after an arrival, and a loss where one was asked for."""
 
     slot: mx.array  # [N, 1] int32, the slot that the arrival was given
     positions: mx.array  # [N, n] int32
@@ -56,6 +66,7 @@ def admit(
     columns: Sequence[tuple[mx.array, Entry]] = (),
     *,
     rotations: mx.array | None = None,
+    loses: Loss | None = None,
     backend: str | None = None,
 ) -> Admitted:
     """Give the first free slot of each row to the token that arrives.
@@ -66,16 +77,22 @@ def admit(
         columns: per-slot columns [N, n] float32, each with the arrival's entry: [N, 1] float32, a number, `KeyNorm` of
             the arriving keys [N, 1, D], or `Gumbel`.
         rotations: [N, n] int32, positions that keys arrived rotated at; the arrival's is the number of tokens there.
+        loses: which slot is freed then, the arrival's own among them; None = none.
         backend: see `veloxfn.ops.launch.backend_for`.
+
+    Raises:
+        ValueError: a wrong shape, or a loss is ranked by a column and there is none.
     """
     backend = backend_for(backend)
     rows = positions.shape[0]
+    if loses is not None and loses.ranked and not columns:
+        raise ValueError("a loss that is ranked by the first column needs a column, got none")
     checks.slot_columns(positions, seen, **{f"column {number}": column for number, (column, _) in enumerate(columns)})
     checks.operand("rotations", rotations, "[N, n]", positions.shape, mx.int32)
     columns = [(column, _checked(entry, rows)) for column, entry in columns]
     kinds = [_kind(entry) for _, entry in columns]
     if backend == "reference" or len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
-        return reference(positions, seen, columns, rotations)
+        return reference(positions, seen, columns, rotations, loses)
     rows, length = positions.shape
     kinds += [0] * (2 - len(kinds))
     entries = [entry for _, entry in columns] + [0.0] * (2 - len(columns))
@@ -110,6 +127,11 @@ def admit(
             "DIMS": 0 if keys is None else keys.shape[2],
             "T": mx.float32 if keys is None else keys.dtype,
             "TURNED": rotations is not None,
+            "LOSES": loses is not None,
+            "RANKED": loses is not None and loses.ranked,
+            "KEEP_LOW": loses is not None and loses.keep_low,
+            "SINK": 0 if loses is None else loses.sink,
+            "RECENT": 0 if loses is None else loses.recent,
             "SLOTS": slots,
         },
         groups=(rows, 1, 1),
@@ -148,16 +170,22 @@ def reference(
     seen: mx.array,
     columns: Sequence[tuple[mx.array, Entry]] = (),
     rotations: mx.array | None = None,
+    loses: Loss | None = None,
 ) -> Admitted:
     """`admit` in MLX's own primitives."""
     slot = mx.argmin(positions, axis=1, keepdims=True).astype(mx.int32)
     here = numbers(positions.shape[1]) == slot
-    coming = seen[:, None]
+    coming, after = seen[:, None], seen + 1
+    left = mx.where(here, coming, positions)
+    admitted = tuple(mx.where(here, entries_of(entry, coming), column) for column, entry in columns)
+    if loses is not None:
+        mass = admitted[0] if loses.ranked else None
+        _, left = evict_step(left, after, mass, None, keep_low=loses.keep_low, sink=loses.sink, recent=loses.recent)
     return Admitted(
         slot,
-        mx.where(here, coming, positions),
-        seen + 1,
-        tuple(mx.where(here, entries_of(entry, coming), column) for column, entry in columns),
+        left,
+        after,
+        admitted,
         None if rotations is None else mx.where(here, live(positions)[:, None], rotations),
     )
 
