@@ -10,7 +10,7 @@ import pytest
 
 import veloxfn.ops
 from veloxfn.ops import kept, launch
-from veloxfn.ops.launch import Kernel, _folder, included, source_of
+from veloxfn.ops.launch import Body, Kernel, _folder, included, source_of
 
 FILES = sorted(path for path in (_folder() / "metal").glob("*.metal") if path.name != "common.metal")
 COMMON = _folder() / "metal" / "common.metal"
@@ -134,7 +134,7 @@ def test_a_body_keeps_the_rules(path):
 
 
 def test_every_body_belongs_to_an_op():
-    bodies = {body for kernel in KERNELS.values() for body in kernel.bodies or (kernel.name,)}
+    bodies = {body.name for kernel in KERNELS.values() for body in kernel.bodies or (Body(kernel.name),)}
     assert sorted(bodies) == [path.stem for path in FILES]
 
 
@@ -224,7 +224,9 @@ def test_every_array_is_used_and_named_once(name):
     assert len(set(arrays)) == len(arrays)
     used = {re.sub(r"_(shape|strides|ndim)$", "", word) for word in words_of(body)}
     assert set(arrays) <= used
-    # A local of the same name would hide the array.
+    # A local of the same name would hide the array, unless it is another name for one.
+    for name, array in (alias for part in kernel.bodies for alias in part.aliases):
+        body = body.replace(f"auto {name} = {array};\n", "")
     for array in arrays:
         assert not re.search(rf"\b(?:auto|bool|float|int|uint|ulong|half|T)\s+{array}\b", code_of(body)), array
 
@@ -279,12 +281,28 @@ def test_cudas_compiler_learns_how_many_threads_a_block_may_have(monkeypatch):
     assert build(kernel, "metal", 544) == source_of(kernel, "metal")[0]
 
 
+def test_the_threadgroups_of_a_row_that_wait_for_each_other_are_a_cluster(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most, cluster: asked.append(cluster))
+    for together in (True, False):
+        launch._call.__wrapped__(KERNELS["token_step"], "cuda", (), (), (3, 4, 1), 256, together, None)
+    assert asked == [4, 1]
+    assert launch.bounds(256, alone=False, cluster=4).endswith("__attribute__((cluster_dims(1, 4, 1)))\n")
+    assert "cluster" not in launch.bounds(512, alone=True, cluster=1)
+
+
+def test_more_threadgroups_than_can_wait_for_each_other_are_refused():
+    assert launch.most_together("metal") == 1
+    with pytest.raises(ValueError, match="at most 8 threadgroups wait for each other, got 9"):
+        launch.launch(KERNELS["token_step"], "host", [], [], template={}, groups=(1, 9, 1), threads=256, together=True)
+
+
 def test_a_kernel_is_built_once_whatever_the_number_of_threads(monkeypatch):
     asked = []
-    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most: asked.append(most))
+    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most, cluster: asked.append(most))
     for name, counts in {"weakest": (32, 1024), "attend_finish": (256, 544), "fold_tokens": (256, 384)}.items():
         for threads in counts:
-            launch._call.__wrapped__(KERNELS[name], "cuda", (), (), (1, 1, 1), threads, None)
+            launch._call.__wrapped__(KERNELS[name], "cuda", (), (), (1, 1, 1), threads, False, None)
     assert asked == [1024, 1024, 544, 544, 256, 384]
 
 

@@ -24,10 +24,12 @@ from veloxfn.ops.kept import kept
 __all__ = [
     "BACKENDS",
     "MOST_SPREAD",
+    "Body",
     "Kernel",
     "backend_for",
     "lanes_for",
     "launch",
+    "most_together",
     "source_of",
     "spread_over",
     "using",
@@ -43,16 +45,23 @@ FORCED: str | None = None
 _USING: ContextVar[str | None] = ContextVar("veloxfn_backend", default=None)
 
 
+class Body(NamedTuple):
+    """A body `kernels/metal/<name>.metal` of a kernel."""
+
+    name: str
+    aliases: tuple[tuple[str, str], ...] = ()  # names that it has for another array: (name, array)
+    behind: bool = False  # by the first threadgroup of each row alone, once all of the row are through the ones before
+
+
 class Kernel(NamedTuple):
-    """A kernel: its bodies `kernels/metal/<body>.metal`, one after the other, and the names of its arrays."""
+    """A kernel: its bodies, one after the other, and the names of its arrays."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    bodies: tuple[str, ...] = ()  # none = the name; each reads what the ones before wrote at the same lane
+    bodies: tuple[Body, ...] = ()  # none = one of the kernel's name
     absent: tuple[str, ...] = ()  # inputs that are not given
     unmade: tuple[str, ...] = ()  # outputs that are not made
-    aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for another array: (name, array)
     most: int | None = 256  # threads of a threadgroup, at most; None = the template says how many
     alone: bool = False  # CUDA's compiler saves no registers for a second threadgroup beside one
 
@@ -112,6 +121,7 @@ def launch(
     template: Template,
     groups: tuple[int, int, int],
     threads: int,
+    together: bool = False,
 ) -> list[mx.array]:
     """Run a kernel.
 
@@ -123,15 +133,18 @@ def launch(
         template: constants of the body, types among them.
         groups: threadgroups along x, y and z.
         threads: of a threadgroup, along x; a multiple of 32, at most the kernel's own.
+        together: whether the threadgroups of a row, along y, wait for each other; at most `most_together(backend)`.
 
     Returns:
         The outputs that are made.
 
     Raises:
-        ValueError: more threads than the kernel may have.
+        ValueError: more threads than the kernel may have, or more threadgroups of a row than can wait for each other.
     """
     if threads > (kernel.most or 1024):
         raise ValueError(f"{kernel.name} is built for {kernel.most or 1024} threads at most, got {threads}")
+    if together and groups[1] > most_together(backend):
+        raise ValueError(f"at most {most_together(backend)} threadgroups wait for each other, got {groups[1]}")
     kernel = variant(kernel, inputs, outputs)
     given = [array for array in inputs if array is not None]
     made = [output for output in outputs if output is not None]
@@ -140,7 +153,7 @@ def launch(
 
         emulated: list[mx.array] = emulation.run(kernel, given, made, template=template, groups=groups, threads=threads)
         return emulated
-    call = _call(kernel, backend, tuple(made), tuple(template.items()), groups, threads, POISON)
+    call = _call(kernel, backend, tuple(made), tuple(template.items()), groups, threads, together, POISON)
     return list(call(*given))
 
 
@@ -160,10 +173,18 @@ def _variant(kernel: Kernel, absent: tuple[str, ...], unmade: tuple[str, ...]) -
     return kernel._replace(
         inputs=tuple(name for name in kernel.inputs if name not in absent),
         outputs=tuple(name for name in kernel.outputs if name not in unmade),
-        bodies=kernel.bodies or (kernel.name,),
-        absent=absent,
-        unmade=unmade,
+        bodies=kernel.bodies or (Body(kernel.name),),
+        absent=(*kernel.absent, *absent),
+        unmade=(*kernel.unmade, *unmade),
     )
+
+
+@cache
+def most_together(backend: str) -> int:
+    """Threadgroups of a row that can wait for each other: those of a cluster, from compute capability 9.0 on."""
+    if backend == "host":
+        return 8
+    return 8 if backend == "cuda" and int(mx.device_info().get("compute_capability_major", 0)) >= 9 else 1
 
 
 def lanes_for(length: int) -> int:
@@ -195,10 +216,11 @@ def _call(
     template: tuple[tuple[str, int | bool | mx.Dtype], ...],
     groups: tuple[int, int, int],
     threads: int,
+    together: bool,
     poison: float | None,
 ) -> Callable[..., Sequence[mx.array]]:
     """A kernel with everything fixed but its inputs. Compiled: MLX writes out the source anew in every plain call."""
-    made = _made(kernel, backend, threads if kernel.most is None else kernel.most)
+    made = _made(kernel, backend, threads if kernel.most is None else kernel.most, groups[1] if together else 1)
 
     def call(*inputs: mx.array) -> Any:
         return made(
@@ -216,9 +238,9 @@ def _call(
 
 
 @cache
-def _made(kernel: Kernel, backend: str, most: int) -> Callable[..., Any]:
+def _made(kernel: Kernel, backend: str, most: int, cluster: int = 1) -> Callable[..., Any]:
     header, body = source_of(kernel, backend)
-    end = bounds(most, alone=kernel.alone) if backend == "cuda" else ""
+    end = bounds(most, alone=kernel.alone, cluster=cluster) if backend == "cuda" else ""
     # MLX keeps what it built under the kernel's name: another text needs another name.
     digest = hashlib.sha256((header + end + body).encode()).hexdigest()[:12]
     if backend == "cuda":
@@ -234,15 +256,17 @@ def _made(kernel: Kernel, backend: str, most: int) -> Callable[..., Any]:
     return made
 
 
-def bounds(most: int, *, alone: bool) -> str:
-    """The end of a header that tells CUDA's compiler how many threads a block may have, where MLX's own words do not.
+def bounds(most: int, *, alone: bool, cluster: int = 1) -> str:
+    """The end of a header that tells CUDA's compiler of a block's threads and of a cluster what MLX's own words do not.
 
     A block does not start whose threads have more registers than there are. 256 threads may have all that there can be.
     """
-    if most <= 256:
-        return ""
-    least = ", 1" if alone else ""
-    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({most}{least})\n"
+    words = ["__attribute__((global))"]
+    if most > 256:
+        words.append(f"__launch_bounds__({most}, 1)" if alone else f"__launch_bounds__({most})")
+    if cluster > 1:
+        words.append(f"__attribute__((cluster_dims(1, {cluster}, 1)))")
+    return f"#undef __global__\n#define __global__ {' '.join(words)}\n" if len(words) > 1 else ""
 
 
 @cache
@@ -250,11 +274,20 @@ def source_of(kernel: Kernel, backend: str) -> tuple[str, str]:
     """Header and body of a kernel for a back end: "metal", "cuda" or "host"."""
     folder = _folder()
     header = (folder / f"msl_{backend}.h").read_text() + (folder / "metal" / "common.metal").read_text()
-    texts = [(folder / "metal" / f"{body}.metal").read_text() for body in kernel.bodies or (kernel.name,)]
     named = [f"const Absent {name}, {name}_shape;\n" for name in kernel.absent]
     named += [f"float {name}[1];\n" for name in kernel.unmade]
-    named += [f"auto {name} = {array};\n" for name, array in kernel.aliases]
-    return header, "".join(named) + (texts[0] if len(texts) == 1 else "".join(f"{{\n{text}}}\n" for text in texts))
+    bodies = kernel.bodies or (Body(kernel.name),)
+    texts = []
+    for body in bodies:
+        text = (folder / "metal" / f"{body.name}.metal").read_text()
+        if body.aliases or len(bodies) > 1:
+            text = "".join(f"auto {name} = {array};\n" for name, array in body.aliases) + text
+            text = f"{{\n{text}}}\n"
+        texts.append(_BEHIND + text if body.behind else text)
+    return header, "".join(named + texts)
+
+
+_BEHIND = "row_barrier();\nif (threadgroup_position_in_grid.y == 0)\n"
 
 
 def included(kernel: Kernel) -> tuple[str, str]:
