@@ -26,16 +26,6 @@ __device__ __forceinline__ void threadgroup_barrier(mem_flags flags) {
 }
 __device__ __forceinline__ void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
-// A barrier of all threadgroups of a row, which are a cluster, and of their memory; of one alone where there are none.
-__device__ __forceinline__ void row_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  threadgroup_barrier(mem_flags::mem_device);
-#endif
-}
-
 template <typename T> __device__ __forceinline__ T simd_shuffle_xor(T x, unsigned mask) {
   return __shfl_xor_sync(0xffffffffu, x, mask);
 }

@@ -99,7 +99,6 @@ static uint arrived_at_barrier;
 static lane* now;
 static fiber scheduler;
 static bool failed;
-static bool over;  // the first threadgroup of a row goes on alone, and this is another
 static char* message;
 static size_t message_size;
 static uint64_t seed;
@@ -249,7 +248,6 @@ template <typename T> struct checked {
   operator checked<const T>() const { return {at, of}; }
 
   T& reach(long step) const {
-    if (over) fault("behind the row_barrier: device array '%s' is reached", of->name);
     T* to = (T*)((uintptr_t)at + step * (long)sizeof(T));
     long index = ((long)(uintptr_t)to - (long)(uintptr_t)of->base) / (long)sizeof(T);
     if ((uintptr_t)to < (uintptr_t)of->base || index >= of->count)
@@ -450,12 +448,6 @@ inline mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) |
 
 inline void threadgroup_barrier(mem_flags, VELOXFN_PLACE) { host::stop_at_barrier({file, line}); }
 inline void simdgroup_barrier(mem_flags, VELOXFN_PLACE) { host::meet(0, 0, {file, line}); }
-
-// Of all threadgroups of a row. The first of them comes last, and the others may do nothing more.
-inline void row_barrier(VELOXFN_PLACE) {
-  host::stop_at_barrier({file, line});
-  host::over = host::group_of_grid[1] != 0;
-}
 
 }  // namespace metal
 
@@ -685,7 +677,6 @@ extern "C" __attribute__((visibility("default"))) int veloxfn_run(
     uint16_t poison = 0x7fc0u + (order & 31u);
     for (char* at = __start_threadgroup_memory; at + 1 < __stop_threadgroup_memory; at += 2)
       __builtin_memcpy(at, &poison, 2);
-    host::over = false;
     if (!host::run_lanes(order)) return 1;
   }
   return 0;

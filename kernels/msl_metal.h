@@ -8,11 +8,6 @@ inline float product(float a, float b) {
   return a * b;
 }
 
-// A barrier of all threadgroups of a row, of which there is one, and of their memory.
-inline void row_barrier() {
-  threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
-}
-
 // n elements, in registers as they came.
 template <typename T, int n>
 struct Packed {

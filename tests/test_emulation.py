@@ -267,34 +267,6 @@ def test_a_race_between_threadgroups_is_found():
         one("out[0] = threadgroup_position_in_grid.x;", output=((1,), mx.float32), groups=(4, 1, 1))
 
 
-JOINED = """
-const uint part = threadgroup_position_in_grid.y, lane = thread_position_in_threadgroup.x;
-if (lane == 0) out[part] = float(part);
-BARRIER
-if (part == 0 && lane == 0) {
-  float sum = 0.0f;
-  for (uint p = 0; p < 4; p++) sum += out[p];
-  out[4] = sum;
-}
-"""
-
-
-def test_the_threadgroups_of_a_row_wait_for_each_other():
-    out = one(JOINED.replace("BARRIER", "row_barrier();"), output=((5,), mx.float32), groups=(1, 4, 1))
-    assert out.tolist() == [0, 1, 2, 3, 6]
-
-
-def test_a_missing_row_barrier_is_found():
-    with pytest.raises(KernelError, match="a race: 1 elements of out differ"):
-        one(JOINED.replace("BARRIER", ""), output=((5,), mx.float32), groups=(1, 4, 1))
-
-
-def test_only_the_first_threadgroup_of_a_row_goes_on_behind_its_barrier():
-    body = JOINED.replace("BARRIER", "row_barrier();").replace("part == 0 && ", "")
-    with pytest.raises(KernelError, match="behind the row_barrier: device array 'out' is reached"):
-        one(body, output=((5,), mx.float32), groups=(1, 4, 1))
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -281,28 +281,12 @@ def test_cudas_compiler_learns_how_many_threads_a_block_may_have(monkeypatch):
     assert build(kernel, "metal", 544) == source_of(kernel, "metal")[0]
 
 
-def test_the_threadgroups_of_a_row_that_wait_for_each_other_are_a_cluster(monkeypatch):
-    asked = []
-    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most, cluster: asked.append(cluster))
-    for together in (True, False):
-        launch._call.__wrapped__(KERNELS["token_step"], "cuda", (), (), (3, 4, 1), 256, together, None)
-    assert asked == [4, 1]
-    assert launch.bounds(256, alone=False, cluster=4).endswith("__attribute__((cluster_dims(1, 4, 1)))\n")
-    assert "cluster" not in launch.bounds(512, alone=True, cluster=1)
-
-
-def test_more_threadgroups_than_can_wait_for_each_other_are_refused():
-    assert launch.most_together("metal") == 1
-    with pytest.raises(ValueError, match="at most 8 threadgroups wait for each other, got 9"):
-        launch.launch(KERNELS["token_step"], "host", [], [], template={}, groups=(1, 9, 1), threads=256, together=True)
-
-
 def test_a_kernel_is_built_once_whatever_the_number_of_threads(monkeypatch):
     asked = []
-    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most, cluster: asked.append(most))
+    monkeypatch.setattr(launch, "_made", lambda kernel, backend, most: asked.append(most))
     for name, counts in {"weakest": (32, 1024), "attend_finish": (256, 544), "fold_tokens": (256, 384)}.items():
         for threads in counts:
-            launch._call.__wrapped__(KERNELS[name], "cuda", (), (), (1, 1, 1), threads, False, None)
+            launch._call.__wrapped__(KERNELS[name], "cuda", (), (), (1, 1, 1), threads, None)
     assert asked == [1024, 1024, 544, 544, 256, 384]
 
 

@@ -1,20 +1,16 @@
-// One part of a row's slots by a threadgroup, the whole row if there is one part: the first free slot is given to the token
-// that arrives, and its entries of two columns; where CARRIES, keys and values as well, copied; where LOSES, by one part,
-// the position of the weakest slot, as evict_step.metal ranks them, becomes -1.
+// One threadgroup per row: the first free slot is given to the token that arrives, and its entries of two columns; where
+// CARRIES, keys and values as well, copied; where LOSES, the position of the weakest slot, as evict_step.metal ranks them,
+// becomes -1.
 // Template: FIRST_ENTRY, SECOND_ENTRY (int): what the arrival's entry is. 0: there is no such column; 1: given; 2: zero;
 // 3: the norm of its key of DIMS dimensions; 4: a Gumbel draw addressed by (seed, stream, position). TURNED (bool): it comes
 // rotated at the number of tokens that are there. LOSES, RANKED (by the first column, else all are alike), KEEP_LOW (bool),
-// SINK, RECENT (int). CARRIES (bool), T (type), VALUE_DIMS, KEY_PACK, VALUE_PACK (elements of a load), UNIT (int, a part is
-// so many slots, or a multiple). A lane has SLOTS slots at a time, whose loads are under way together.
+// SINK, RECENT (int). CARRIES (bool), T (type), VALUE_DIMS, KEY_PACK, VALUE_PACK (elements of a load). A lane has SLOTS
+// slots at a time, whose loads are under way together.
 
 const uint row = threadgroup_position_in_grid.x;
 const uint lane = thread_position_in_threadgroup.x;
 const uint lanes = threads_per_threadgroup.x;
 const uint length = positions_shape[1];
-const uint parts = threadgroups_per_grid.y;
-const uint each = ((length + UNIT - 1) / UNIT + parts - 1) / parts * UNIT;
-const uint start = min(threadgroup_position_in_grid.y * each, length);
-const uint end = min(start + each, length);
 const int now = seen[row];
 threadgroup uint ranks[96];
 threadgroup float sums[32];
@@ -50,14 +46,14 @@ if (FIRST_ENTRY == 3) first_entry = norm;
 float second_entry = 0.0f;
 if (SECOND_ENTRY == 1) second_entry = second_fresh[row];
 if (SECOND_ENTRY == 4) second_entry = drawn;
-const bool held = parts == 1 && length <= SLOTS * lanes;  // the positions, in registers
+const bool held = length <= SLOTS * lanes;  // the positions, in registers
 mine = last_rank();
-for (uint begin = start; begin < end; begin += SLOTS * lanes) {
+for (uint begin = 0; begin < length; begin += SLOTS * lanes) {
   float first_kept[SLOTS];
   float second_kept[SLOTS];
   int turned[SLOTS];
   for (int i = 0; i < SLOTS; i++) {
-    const uint at = row * length + min(begin + i * lanes + lane, end - 1);
+    const uint at = row * length + min(begin + i * lanes + lane, length - 1);
     if (!held) position[i] = positions[at];
     first_kept[i] = FIRST_ENTRY > 0 ? float(first[at]) : 0.0f;
     second_kept[i] = SECOND_ENTRY > 0 ? float(second[at]) : 0.0f;
@@ -67,7 +63,7 @@ for (uint begin = start; begin < end; begin += SLOTS * lanes) {
     const uint j = begin + i * lanes + lane;
     const uint at = row * length + j;
     const bool here = j == given;
-    if (j < end) {
+    if (j < length) {
       positions_out[at] = here ? now : position[i];
       if (TURNED) rotations_out[at] = here ? there : turned[i];
       if (FIRST_ENTRY > 0) first_out[at] = here ? first_entry : first_kept[i];
@@ -84,20 +80,17 @@ if (LOSES) {
   const uint lost = lowest(mine, ranks, lane, lanes).slot;
   if (lane == lost % lanes) positions_out[row * length + lost] = -1;  // which this lane has written
 }
-if (lane == 0 && threadgroup_position_in_grid.y == 0) {
+if (lane == 0) {
   if (!CARRIES) slot[row] = int(given);
   seen_out[row] = now + 1;
 }
 if (CARRIES) {
-  const ulong at = ulong(row) * length + start;
-  const uint slots = end - start;
-  copy_packed<T, KEY_PACK>(old_keys + at * DIMS, keys_out + at * DIMS, slots * DIMS, lane, lanes);
-  copy_packed<T, VALUE_PACK>(old_values + at * VALUE_DIMS, values_out + at * VALUE_DIMS, slots * VALUE_DIMS, lane, lanes);
+  const ulong at = ulong(row) * length;
+  copy_packed<T, KEY_PACK>(old_keys + at * DIMS, keys_out + at * DIMS, length * DIMS, lane, lanes);
+  copy_packed<T, VALUE_PACK>(old_values + at * VALUE_DIMS, values_out + at * VALUE_DIMS, length * VALUE_DIMS, lane, lanes);
   threadgroup_barrier(mem_flags::mem_device);
-  if (given >= start && given < end) {
-    const ulong here = ulong(row) * length + given;
-    for (uint d = lane; d < DIMS; d += lanes) keys_out[here * DIMS + d] = fresh_keys[row * DIMS + d];
-    for (uint d = lane; d < VALUE_DIMS; d += lanes) values_out[here * VALUE_DIMS + d] = fresh_values[row * VALUE_DIMS + d];
-  }
+  const ulong here = at + given;
+  for (uint d = lane; d < DIMS; d += lanes) keys_out[here * DIMS + d] = fresh_keys[row * DIMS + d];
+  for (uint d = lane; d < VALUE_DIMS; d += lanes) values_out[here * VALUE_DIMS + d] = fresh_values[row * VALUE_DIMS + d];
   threadgroup_barrier(mem_flags::mem_device);
 }

@@ -143,7 +143,7 @@ def admit(
             "RECENT": 0 if loses is None else loses.recent,
             "SLOTS": slots,
             "CARRIES": False,
-            **dict.fromkeys(("VALUE_DIMS", "KEY_PACK", "VALUE_PACK", "UNIT"), 1),
+            **dict.fromkeys(("VALUE_DIMS", "KEY_PACK", "VALUE_PACK"), 1),
         },
         groups=(rows, 1, 1),
         threads=lanes,

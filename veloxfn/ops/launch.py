@@ -29,7 +29,6 @@ __all__ = [
     "backend_for",
     "lanes_for",
     "launch",
-    "most_together",
     "source_of",
     "spread_over",
     "using",
@@ -50,7 +49,7 @@ class Body(NamedTuple):
 
     name: str
     aliases: tuple[tuple[str, str], ...] = ()  # names that it has for another array: (name, array)
-    behind: bool = False  # by the first threadgroup of each row alone, once all of the row are through the ones before
+    behind: bool = False  # once all lanes are through the ones before, of which it reads what they wrote
 
 
 class Kernel(NamedTuple):
@@ -121,7 +120,6 @@ def launch(
     template: Template,
     groups: tuple[int, int, int],
     threads: int,
-    together: bool = False,
 ) -> list[mx.array]:
     """Run a kernel.
 
@@ -133,18 +131,15 @@ def launch(
         template: constants of the body, types among them.
         groups: threadgroups along x, y and z.
         threads: of a threadgroup, along x; a multiple of 32, at most the kernel's own.
-        together: whether the threadgroups of a row, along y, wait for each other; at most `most_together(backend)`.
 
     Returns:
         The outputs that are made.
 
     Raises:
-        ValueError: more threads than the kernel may have, or more threadgroups of a row than can wait for each other.
+        ValueError: more threads than the kernel may have.
     """
     if threads > (kernel.most or 1024):
         raise ValueError(f"{kernel.name} is built for {kernel.most or 1024} threads at most, got {threads}")
-    if together and groups[1] > most_together(backend):
-        raise ValueError(f"at most {most_together(backend)} threadgroups wait for each other, got {groups[1]}")
     kernel = variant(kernel, inputs, outputs)
     given = [array for array in inputs if array is not None]
     made = [output for output in outputs if output is not None]
@@ -153,7 +148,7 @@ def launch(
 
         emulated: list[mx.array] = emulation.run(kernel, given, made, template=template, groups=groups, threads=threads)
         return emulated
-    call = _call(kernel, backend, tuple(made), tuple(template.items()), groups, threads, together, POISON)
+    call = _call(kernel, backend, tuple(made), tuple(template.items()), groups, threads, POISON)
     return list(call(*given))
 
 
@@ -177,14 +172,6 @@ def _variant(kernel: Kernel, absent: tuple[str, ...], unmade: tuple[str, ...]) -
         absent=(*kernel.absent, *absent),
         unmade=(*kernel.unmade, *unmade),
     )
-
-
-@cache
-def most_together(backend: str) -> int:
-    """Threadgroups of a row that can wait for each other: those of a cluster, from compute capability 9.0 on."""
-    if backend == "host":
-        return 8
-    return 8 if backend == "cuda" and int(mx.device_info().get("compute_capability_major", 0)) >= 9 else 1
 
 
 def lanes_for(length: int) -> int:
@@ -216,11 +203,10 @@ def _call(
     template: tuple[tuple[str, int | bool | mx.Dtype], ...],
     groups: tuple[int, int, int],
     threads: int,
-    together: bool,
     poison: float | None,
 ) -> Callable[..., Sequence[mx.array]]:
     """A kernel with everything fixed but its inputs. Compiled: MLX writes out the source anew in every plain call."""
-    made = _made(kernel, backend, threads if kernel.most is None else kernel.most, groups[1] if together else 1)
+    made = _made(kernel, backend, threads if kernel.most is None else kernel.most)
 
     def call(*inputs: mx.array) -> Any:
         return made(
@@ -238,9 +224,9 @@ def _call(
 
 
 @cache
-def _made(kernel: Kernel, backend: str, most: int, cluster: int = 1) -> Callable[..., Any]:
+def _made(kernel: Kernel, backend: str, most: int) -> Callable[..., Any]:
     header, body = source_of(kernel, backend)
-    end = bounds(most, alone=kernel.alone, cluster=cluster) if backend == "cuda" else ""
+    end = bounds(most, alone=kernel.alone) if backend == "cuda" else ""
     # MLX keeps what it built under the kernel's name: another text needs another name.
     digest = hashlib.sha256((header + end + body).encode()).hexdigest()[:12]
     if backend == "cuda":
@@ -256,17 +242,15 @@ def _made(kernel: Kernel, backend: str, most: int, cluster: int = 1) -> Callable
     return made
 
 
-def bounds(most: int, *, alone: bool, cluster: int = 1) -> str:
-    """The end of a header that tells CUDA's compiler of a block's threads and of a cluster what MLX's own words do not.
+def bounds(most: int, *, alone: bool) -> str:
+    """The end of a header that tells CUDA's compiler how many threads a block may have, where MLX's own words do not.
 
     A block does not start whose threads have more registers than there are. 256 threads may have all that there can be.
     """
-    words = ["__attribute__((global))"]
-    if most > 256:
-        words.append(f"__launch_bounds__({most}, 1)" if alone else f"__launch_bounds__({most})")
-    if cluster > 1:
-        words.append(f"__attribute__((cluster_dims(1, {cluster}, 1)))")
-    return f"#undef __global__\n#define __global__ {' '.join(words)}\n" if len(words) > 1 else ""
+    if most <= 256:
+        return ""
+    least = ", 1" if alone else ""
+    return f"#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({most}{least})\n"
 
 
 @cache
@@ -287,7 +271,7 @@ def source_of(kernel: Kernel, backend: str) -> tuple[str, str]:
     return header, "".join(named + texts)
 
 
-_BEHIND = "row_barrier();\nif (threadgroup_position_in_grid.y == 0)\n"
+_BEHIND = "threadgroup_barrier(mem_flags::mem_device);\n"
 
 
 def included(kernel: Kernel) -> tuple[str, str]:

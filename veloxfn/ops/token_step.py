@@ -1,7 +1,7 @@
 """One token into a full cache and another out of it: bookkeeping, write, attention, eviction.
 
-On a GPU one launch: a threadgroup copies its part of a row, with the arrival in the slot that was free, and attends to
-it; the first of the row joins the parts and lets go of the weakest slot. Copying pays where a launch costs more.
+On a GPU one launch: a threadgroup copies its row, with the arrival in the slot that was free, attends to it and lets go
+of the weakest slot. That pays where rows are short, and launches cost the host more than bytes cost the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from veloxfn.ops.attend import LANES, attend_step, heads_together, plan_of, temp
 from veloxfn.ops.attention_mass import Temper
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule
 from veloxfn.ops.evict_step import NO_PARTS, UNIT, Rule, evict_step
-from veloxfn.ops.launch import Body, Kernel, Output, backend_for, launch, most_together
+from veloxfn.ops.launch import Body, Kernel, Output, backend_for, launch
 
 __all__ = ["KERNEL", "KEYS_ALONE", "UNATTENDED", "Moved", "one_launch", "reference", "token_step"]
 
@@ -27,7 +27,7 @@ _ADMITTED = (("positions", "positions_out"),)
 
 
 def _attending(values: str) -> Body:
-    """`attend`, of what `admit` wrote: a threadgroup reads its own part alone."""
+    """`attend`, of what `admit` wrote, between whose writes and these reads it has a barrier."""
     shape = ("keys_shape", "positions_shape")
     return Body(
         "attend",
@@ -44,7 +44,7 @@ _EVICTING = Body(
         ("mass_out", "first_out"),
         ("noise", "second_out"),
         ("counted", f"Same{{int(seen[{_ROW}])}}"),
-        ("scratch_shape", "Same{int(threadgroups_per_grid.y)}"),
+        ("scratch_shape", "Same{1}"),  # parts
     ),
     behind=True,
 )
@@ -65,9 +65,9 @@ UNATTENDED = KERNEL._replace(
 )
 
 _MOST_BYTES = 20 * 2**20  # of keys and values, that are copied
+_MOST_ROW = 136 * 2**10  # of one row, by one threadgroup
 _MOST_DIM = 256
 _MOST_SLOTS = 8  # of a lane at a time
-_GROUPS = 1024  # threadgroups that keep a large GPU busy
 
 
 class _Before(NamedTuple):
@@ -189,14 +189,11 @@ def token_step(
 def one_launch(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
     """Whether a cache of such keys [N, n, D] and values is to be copied by one launch, not written into by several.
 
-    Nowhere but on CUDA (and where it is emulated). There, with 8 MiB or less, the launches that write into it take 1.3
-    to 1.7 times as long as the one that copies it; with 32 MiB 0.9 to 1.2 times (benchmarks/RESULTS.md).
+    Nowhere but on CUDA (and where it is emulated).
     """
-    return (
-        backend_for(None) in ("cuda", "host")
-        and keys.nbytes + values.nbytes <= _MOST_BYTES
-        and _fits(keys, values, queries)
-    )
+    size = keys.nbytes + values.nbytes
+    small = size <= _MOST_BYTES and size <= _MOST_ROW * keys.shape[0]
+    return backend_for(None) in ("cuda", "host") and small and _fits(keys, values, queries)
 
 
 def _fits(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
@@ -222,8 +219,6 @@ def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
     wide, attended = values.shape[2], how.attended and queries is not None
     draws = taken.inputs[5:]  # seed and streams
     template: dict[str, int | bool | mx.Dtype] = {**NO_PARTS, **(how.schedule or NO_SCHEDULE).template, "UNIT": UNIT}
-    units = -(-length // UNIT)
-    parts = max(1, min(most_together(backend), -(-_GROUPS // rows), units))
     scratch: Output | None = None
     output: Output | None = None
     asked: list[mx.array | None] = []
@@ -233,9 +228,9 @@ def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
         heads = queries.shape[1]
         scale = dim**-0.5 if how.scale is None else how.scale
         plan = plan_of(
-            rows, heads, 1, dim, wide if how.output else None, length, keys.dtype, attended, how.temper, scale, parts
+            rows, heads, 1, dim, wide if how.output else None, length, keys.dtype, attended, how.temper, scale, 1
         )
-        parts, scratch = plan.parts, plan.scratch
+        scratch = plan.scratch
         output = ((rows, heads, 1, wide), queries.dtype) if how.output else None
         template |= {**plan.joining, **plan.template, "WEIGHTED": False, "LIMITED": False, "GUARDED": False}
         heat, names, _, seed, streams = tempering(how.temper, rows, heads, 1)
@@ -286,9 +281,8 @@ def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
                 "CARRIES": True,
                 "SLOTS": _slots(length),
             },
-            groups=(rows, parts, 1),
+            groups=(rows, 1, 1),
             threads=LANES,  # as `attend` has
-            together=True,
         )
     )
     keys, values, positions, seen = (next(made) for _ in range(4))

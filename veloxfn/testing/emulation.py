@@ -176,8 +176,7 @@ def run_source(
     agreed: list[Bits] = []
     for chosen in orders:
         made = [_poisoned(shape, dtype) for shape, dtype in outputs]
-        visits = _visits(groups, chosen, first_last="row_barrier" in body)
-        _run_once(library, name, given, made, [*input_names, *output_names], inputs, groups, threads, chosen, visits)
+        _run_once(library, name, given, made, [*input_names, *output_names], inputs, groups, threads, chosen)
         if agreed:
             _compare(name, output_names, agreed, made, orders[0], chosen)
         else:
@@ -242,7 +241,6 @@ def _run_once(
     groups: tuple[int, int, int],
     threads: int,
     order: int,
-    visits: npt.NDArray[np.uint32],
 ) -> None:
     shapes = [np.array(array.shape, dtype=np.int32) for array in inputs]
     arrays: list[Bits] = [*given, *made, *shapes]
@@ -251,6 +249,12 @@ def _run_once(
     ranges = (_Range * len(arrays))(
         *(_Range(label.encode(), array.ctypes.data, array.size) for label, array in zip(labels, arrays, strict=True))
     )
+    total = groups[0] * groups[1] * groups[2]
+    visits = np.arange(total, dtype=np.uint32)
+    if order == 1:
+        visits = visits[::-1].copy()
+    elif order > 1:
+        visits = np.random.default_rng(order).permutation(visits)
     message = ctypes.create_string_buffer(1000)
     with _LOCK:
         failed = library.veloxfn_run(
@@ -267,19 +271,6 @@ def _run_once(
         )
     if failed:
         raise KernelError(f"{name}, order {order}: {message.value.decode(errors='replace')}")
-
-
-def _visits(groups: tuple[int, int, int], order: int, *, first_last: bool) -> npt.NDArray[np.uint32]:
-    """Threadgroups in the order in which they run; with `first_last` the first of each row behind all others."""
-    visits = np.arange(groups[0] * groups[1] * groups[2], dtype=np.uint32)
-    if order == 1:
-        visits = visits[::-1].copy()
-    elif order > 1:
-        visits = np.random.default_rng(order).permutation(visits)
-    if first_last:
-        first = visits // groups[0] % groups[1] == 0
-        visits = np.concatenate([visits[~first], visits[first]])
-    return visits
 
 
 def _compare(
