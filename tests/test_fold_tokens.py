@@ -356,7 +356,9 @@ def test_a_block_is_its_steps(backend, monkeypatch, name, padded, blocks):
 @pytest.mark.parametrize("name", METHODS)
 def test_equal_keys_lose_oldest_first_as_the_steps_do(backend, monkeypatch, name):
     module, make = METHODS[name]
-    stream, config = uniform_stream(tokens=25, key_dim=8, value_dim=6), make(6)
+    stream, config = uniform_stream(tokens=25, key_dim=16, value_dim=6), make(6)
+    # Products that are exact, in whatever order a library sums them: equal keys are equal to every query.
+    stream = dataclasses.replace(stream, queries=np.round(stream.queries * 4) / 4)
     want = driven(module, config, stream, (25,))
     monkeypatch.setattr(launch, "FORCED", backend)
     assert_states_alike(module, config, driven(module, config, stream, (11, 14)), want)

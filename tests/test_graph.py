@@ -149,18 +149,18 @@ def test_lesson_42_a_thousand_steps_keep_peak_memory_flat(config):
     mx.eval(arrivals)
     step = mx.compile(lambda state, arrivals: policy.update_batched(state, **arrivals))
     held, peaks = [], []
-    for _ in range(4):
+    for _ in range(8):
         mx.reset_peak_memory()
-        for _ in range(250):
+        for _ in range(125):
             state = step(state, arrivals)
             mx.eval(state)
         mx.synchronize()
         held.append(mx.get_active_memory())
         peaks.append(mx.get_peak_memory())
     # Which of a step's small buffers overlap, or lie in which of the allocator's sizes, is up to the scheduler: a
-    # kilobyte comes and goes. The smallest array kept by each of 500 steps would be 16 bytes each.
-    assert max(held[2:]) - max(held[:2]) < 4000, f"memory grows with the steps: {held}"
-    assert max(peaks[1:]) - held[0] <= 1.5 * (peaks[0] - held[0]), peaks
+    # few kilobytes come and go, so the lowest peaks are compared. An array kept by each of 500 steps would be 16 bytes.
+    assert max(held[4:]) - max(held[:4]) < 4000, f"memory grows with the steps: {held}"
+    assert min(peaks[4:]) - held[0] <= 1.5 * (min(peaks[:4]) - held[0]), peaks
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="MLX's CUDA back end copies evaluated buffers that it writes into")
