@@ -135,7 +135,7 @@ def decoding(config: Retention) -> Step:
     policy = veloxfn.policy(config)
 
     def step(state: Any, keys: mx.array, values: mx.array, queries: mx.array) -> Any:
-        return veloxfn.attend(policy, policy.absorb(state, keys, values), queries)
+        return veloxfn.step(policy, state, keys, values, queries)
 
     return step
 

@@ -4,10 +4,10 @@
     LD_PRELOAD=libopenblas.so.0 python examples/custom_decoder.py     # Linux, where OpenBLAS is installed
 
 Trains a small byte-level transformer on six short texts, then reads held-out passages in blocks of 32 bytes and goes on
-byte by byte: about a minute on two CPU cores with OpenBLAS, several without it. Every layer does the same two things:
+byte by byte: about a minute on two CPU cores with OpenBLAS, several without it. Every layer writes the block's keys and
+values, attends to everything kept and the block, and lets go of the weakest:
 
-    state = policy.absorb(state, keys, values)           # write this block's keys and values
-    y, state = veloxfn.attend(policy, state, queries)    # attend to everything kept and the block; evict the weakest
+    y, state = veloxfn.step(policy, state, keys, values, queries)
 
 It prints the bits per byte of held-out passages with the full cache, under the budget and under a sliding window of the
 same budget, then the bytes that the model writes. After so little training the text is babble, and the model makes no
@@ -66,9 +66,8 @@ class Attention(nn.Module):
         """A block of S tokens [B, S, DIM] under a budget: rows are batch x kv heads, with their query heads."""
         batch, count, _ = x.shape
         queries, keys, values = self.heads(x, offset)
-        state = policy.absorb(state, keys.flatten(0, 1), values.flatten(0, 1))
         grouped = queries.reshape(batch * KV_HEADS, HEADS // KV_HEADS, count, HEAD_DIM)
-        y, state = veloxfn.attend(policy, state, grouped)
+        y, state = veloxfn.step(policy, state, keys.flatten(0, 1), values.flatten(0, 1), grouped)
         return self.merge(y.reshape(batch, HEADS, count, HEAD_DIM)), state
 
 

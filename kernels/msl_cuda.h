@@ -97,7 +97,7 @@ template <typename T, int n> __device__ __forceinline__ Held<T, n> load_held(con
     return *reinterpret_cast<const Held<T, n>*>(from);
   }
 }
-template <typename T, int n> __device__ __forceinline__ void store_held(T* to, Held<T, n> x) {
+template <typename T, int n, typename P> __device__ __forceinline__ void store_held(P to, Held<T, n> x) {
   if constexpr (n * sizeof(T) < 4) {
     *reinterpret_cast<unsigned short*>(to) = x.words[0];
   } else {

@@ -1,6 +1,7 @@
 """Back ends that run kernels on this machine; their names are in the ids of the tests that use `backend`."""
 
 import math
+import sys
 
 import mlx.core as mx
 import pytest
@@ -28,3 +29,18 @@ def forced(backend, monkeypatch):
     """The same back end, which every op takes that is not told otherwise."""
     monkeypatch.setattr(launch, "FORCED", backend)
     return backend
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(name, back end) of the kernels that ops launch, as they are asked for."""
+    names, run = [], launch.launch
+
+    def noting(kernel, backend, *given, **more):
+        names.append((kernel.name, backend))
+        return run(kernel, backend, *given, **more)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("veloxfn.ops.") and getattr(module, "launch", None) is run:
+            monkeypatch.setattr(module, "launch", noting)
+    return names

@@ -222,7 +222,8 @@ def test_a_step_is_few_launches(most, config, dtype):
     ],
 )
 def test_an_update_is_the_write_and_one_launch_or_three(count, config):
-    """What needs no attention loses a slot where the arrival is given one."""
+    """What needs no attention loses a slot where the arrival is given one. On CUDA so small a cache is copied."""
+    one = GPU == "cuda" and not isinstance(config.placement, Contiguous)
     policy = veloxfn.policy(config)
     state = full(policy, dtype=mx.float16)
     keys, values, queries = block(2, 2, 1, 8, mx.float16)
@@ -232,7 +233,7 @@ def test_an_update_is_the_write_and_one_launch_or_three(count, config):
         return policy.update_batched(state, keys, values, **given)
 
     found = launches(mx.compile(update), state, keys, values, queries, backend=GPU)
-    assert len(found.kernels) == count, found.kernels
+    assert len(found.kernels) == (1 if one else count), found.kernels
     assert set(found.copies) <= {"-> ScatterAxis"}
 
 

@@ -1,5 +1,6 @@
 """Whole methods on kernels: what they keep is what they keep on MLX's own primitives, and what the oracle keeps."""
 
+import importlib
 from dataclasses import replace
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from veloxfn import cam, h2o, keyformer, knorm, snapkv, streaming_llm, tova
 from veloxfn.ops import launch
 from veloxfn.placement import Contiguous, Rope
 from veloxfn.testing import Stream, claims_for, fingerprint, laws, uniform_stream
-from veloxfn.testing.drive import floats, kept, live_positions, run
+from veloxfn.testing.drive import differences, floats, kept, live_positions, run, snapshot
 from veloxfn.testing.laws.rows import same_columns, same_rows
 
 # Budgets, protection, blocks and dtypes that differ little: each kind would be a kernel more to build.
@@ -132,3 +133,81 @@ def test_a_disposal_of_ones_own_is_not_passed_over(forced, monkeypatch):
     want = run(policy, stream)
     assert_same_state(have, want, "kernels against reference", merged=True)
     assert not np.allclose(floats(want.slots.values)[:, 0], np.array(stream.values)[:, 0], atol=1.0)
+
+
+# Methods that move a small cache on by a token in one launch, where launches cost more than bytes.
+ONE = [name for name in CONFIGS if "contiguous" not in name and not name.startswith(("cam", "snapkv"))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_is_attend_after_absorb(forced, monkeypatch, name):
+    """Below the budget, at it, and of blocks, whatever it launches."""
+    policy = veloxfn.policy(CONFIGS[name])
+    stream = grid_stream((1, 1, 4, 1, 1, 1, 4, 1), seed=3)
+    state = policy.init_state(2, 4, 5, dtype=mx.float16)
+    for block in stream:
+        before = snapshot(state)
+        monkeypatch.setattr(launch, "FORCED", forced)
+        have, after = veloxfn.step(policy, state, block.keys, block.values, block.queries, scale=0.25)
+        mx.eval(have, after)
+        assert not differences(before, snapshot(state)), "the old state changed"
+        monkeypatch.setattr(launch, "FORCED", "reference")
+        absorbed = policy.absorb(state, block.keys, block.values)
+        want, state = veloxfn.attend(policy, absorbed, block.queries, scale=0.25)
+        assert np.allclose(floats(have), floats(want), atol=2e-2)
+        assert_same_state(after, state, f"to {block.stop}", name.startswith("cam"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_token_into_a_full_cache_is_one_launch(forced, launched, name):
+    policy = veloxfn.policy(CONFIGS[name])
+    stream = grid_stream((8, 1), seed=5)
+    state = policy.init_state(2, 4, 5, dtype=mx.float16)
+    first, last = stream
+    given = [{"queries": block.queries} if policy.config.needs_queries else {} for block in stream]
+    state = policy.update_batched(state, first.keys, first.values, **given[0])
+    mx.eval(state)
+    launched.clear()
+    policy.update_batched(state, last.keys, last.values, **given[1])
+    veloxfn.step(policy, state, last.keys, last.values, last.queries)
+    whole = forced in ("cuda", "host") and name in ONE
+    kernels = ["token_step_unattended" if not policy.config.needs_queries else "token_step_keys", "token_step"]
+    assert ([name for name, _ in launched] == kernels) == whole, launched
+    assert any(name.startswith("token_step") for name, _ in launched) == whole
+
+
+def test_a_cache_too_large_to_be_copied_is_written_into(forced, launched, monkeypatch):
+    module = importlib.import_module("veloxfn.ops.token_step")  # the package's name for it is the function
+    policy = h2o.policy(h2o.Config(budget=5, sink=1, recent=1))
+    stream = grid_stream((8, 1), seed=5)
+    first, last = stream
+    state = policy.update_batched(
+        policy.init_state(2, 4, 5, dtype=mx.float16), first.keys, first.values, queries=first.queries
+    )
+    bytes_ = state.slots.keys.nbytes + state.slots.values.nbytes
+    for most, whole in ((bytes_, True), (bytes_ - 1, False)):
+        monkeypatch.setattr(module, "_MOST_BYTES", most)
+        launched.clear()
+        policy.update_batched(state, last.keys, last.values, queries=last.queries)
+        assert (launched == [("token_step_keys", forced)]) == (whole and forced != "metal")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        h2o.Config(budget=5, sink=1, recent=1, shared_heads=2),
+        h2o.Config(budget=5, sink=1, recent=1, query_source="key_proxy"),
+        h2o.Config(budget=5, sink=1, recent=1, placement=Contiguous(Rope(dims=2))),
+    ],
+    ids=["shared", "proxy", "contiguous"],
+)
+def test_what_one_launch_cannot_do_is_done_by_several(forced, launched, config):
+    policy = h2o.policy(config)
+    stream = grid_stream((8, 1), seed=5)
+    first, last = stream
+    given = {"queries": first.queries} if config.needs_queries else {}
+    state = policy.update_batched(policy.init_state(2, 4, 5, dtype=mx.float16), first.keys, first.values, **given)
+    launched.clear()
+    veloxfn.step(policy, state, last.keys, last.values, last.queries)
+    assert launched
+    assert not any(name.startswith("token_step") for name, _ in launched)

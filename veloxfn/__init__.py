@@ -6,6 +6,8 @@ policy = h2o.policy(h2o.Config(budget=512))
 state = policy.init_state(rows=8, key_dim=64, dtype=mx.float16)
 state = policy.absorb(state, keys, values)                # write the block's K and V: nothing is lost yet
 output, state = veloxfn.attend(policy, state, queries)    # attend to all of it, then let go of the weakest
+
+`veloxfn.step(policy, state, keys, values, queries)` is both in one call.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from veloxfn.accounting import (
     tokens_kept,
     tokens_seen,
 )
-from veloxfn.attention import attend
+from veloxfn.attention import attend, step
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.checks import SettingError
@@ -60,6 +62,7 @@ __all__ = [
     "policy_for",
     "pyramidkv",
     "snapkv",
+    "step",
     "streaming_llm",
     "streams",
     "take_rows",

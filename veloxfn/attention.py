@@ -8,12 +8,13 @@ import mlx.core as mx
 
 from veloxfn import checks, ops
 from veloxfn.base import Policy, State
-from veloxfn.binding import attended_of, ranking_of
+from veloxfn.binding import attended_of, entries_of, ranking_of
 from veloxfn.ops.attend import rescaled
 from veloxfn.reading import candidate_mask
 from veloxfn.retention import attend_and_retire
+from veloxfn.stepping import Rules, moved
 
-__all__ = ["attend"]
+__all__ = ["attend", "step"]
 
 S = TypeVar("S", bound=State)
 
@@ -81,3 +82,56 @@ def attend(
     if not config.needs_queries:
         return output, policy.evict(state)
     return output, policy.evict(state, queries=rescaled(queries, factor))
+
+
+def step(
+    policy: Policy[S],
+    state: S,
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array,
+    *,
+    scale: float | None = None,
+    valid: mx.array | None = None,
+    padded: bool = False,
+) -> tuple[mx.array, S]:
+    """`absorb`, then `attend`: a decoder layer's whole step over its cache.
+
+    One token into a full cache is one launch on an NVIDIA GPU, for H2O, Keyformer, TOVA, K-norm and StreamingLLM, where
+    keys and values are at most 136 KiB a row, 20 MiB in all.
+
+    Args:
+        policy: a method with its config bound.
+        state: a state whose last block was evicted.
+        keys: [N, S, D] of the block, in the state's dtype, as the model's attention sees them.
+        values: [N, S, Dv].
+        queries: [N, G, S, D], G query heads per row.
+        scale: of the products of queries and keys; None = D ** -0.5.
+        valid: [N, S] bool, False = padded arrival; None = all valid.
+        padded: as for `attend`; True where `valid` is given.
+
+    Returns:
+        output [N, G, S, Dv] in the dtype of the queries, and the state with S = 0.
+
+    Raises:
+        ValueError: as `absorb` and `attend`.
+        TypeError: likewise.
+
+    >>> import mlx.core as mx
+    >>> from veloxfn import h2o
+    >>> policy = h2o.policy(h2o.Config(budget=8))
+    >>> state = policy.init_state(rows=2, key_dim=4, dtype=mx.float32)
+    >>> x = mx.ones((2, 20, 4))
+    >>> output, state = step(policy, state, x, x, x[:, None])
+    >>> output.shape, state.slots.positions.shape
+    ((2, 1, 20, 4), (2, 9))
+    """
+    absorb, evict = (getattr(function, "func", function) for function in (policy.absorb, policy.evict))
+    ranking, entries = ranking_of(policy.config, evict), entries_of(policy.config, absorb)
+    if ranking is not None and entries is not None:
+        rules = Rules(entries, ranking)
+        made = moved(rules, policy.config, state, keys, values, queries, valid, output=True, scale=scale)
+        if made is not None and made[0] is not None:
+            return made[0], made[1]
+    absorbed = policy.absorb(state, keys, values, valid=valid)
+    return attend(policy, absorbed, queries, scale=scale, padded=padded or valid is not None)

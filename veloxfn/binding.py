@@ -13,7 +13,7 @@ import mlx.core as mx
 from veloxfn import reading
 from veloxfn.base import Policy, Retention, State
 
-__all__ = ["attended_of", "bind", "module_of", "ranking_of"]
+__all__ = ["attended_of", "bind", "entries_of", "module_of", "ranking_of"]
 
 S = TypeVar("S", bound=State)
 Pair = tuple[mx.array, mx.array]
@@ -69,6 +69,12 @@ def ranking_of(config: Retention, evict: Callable[..., Any] | None = None) -> Ca
 def attended_of(config: Retention, evict: Callable[..., Any]) -> Callable[..., Any] | None:
     """`attended`, likewise."""
     return _hook("attended", config, evict)
+
+
+def entries_of(config: Retention, absorb: Callable[..., Any]) -> Callable[..., Any] | None:
+    """`entries` of the module that defines the type of `config`; None where it has none, or `absorb` is not its own."""
+    module = sys.modules.get(type(config).__module__)
+    return getattr(module, "entries", None) if absorb is getattr(module, "absorb", None) else None
 
 
 def _hook(name: str, config: Retention, evict: Callable[..., Any] | None) -> Callable[..., Any] | None:

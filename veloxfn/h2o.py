@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import cadence, checks, slots
+from veloxfn import cadence, checks, ops, slots, stepping
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
@@ -124,7 +124,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
             one launch.
         TypeError: another dtype than the state's.
     """
-    state = slots.extend(state, keys, values, valid, budget=config.budget, mass=0.0)
+    state = slots.extend(state, keys, values, valid, budget=config.budget, fresh=entries(config, state, keys))
     cadence.check_block(config, keys)
     return state
 
@@ -161,6 +161,11 @@ def _evicted(
     if config.cadence == "token" and count > 1:
         return cadence.replay(absorb, evict, config, state, queries, block)
     return retire_by_query(state, config, ranking(config, state), queries, attention)
+
+
+def entries(config: Config, state: State, keys: mx.array) -> dict[str, ops.Entry]:
+    """What the columns hold of tokens that arrive."""
+    return {"mass": 0.0}
 
 
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
@@ -200,6 +205,10 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there."""
+    rules = stepping.Rules(entries, ranking)
+    moved = stepping.moved(rules, config, state, keys, values, queries, valid, attention)
+    if moved is not None:
+        return moved[1]
     absorbed = absorb(config, state, keys, values, valid=valid)
     return _evicted(config, absorbed, queries, attention, cadence.Block(state, keys, values, valid))
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import cadence, checks, draws, slots
+from veloxfn import cadence, checks, draws, ops, slots, stepping
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.ops import Gumbel, Temper
@@ -178,8 +178,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
             one launch.
         TypeError: another dtype than the state's.
     """
-    drawn = Gumbel(config.seed, state.slots.streams) if config.noise == "additive" else 0.0
-    state = slots.extend(state, keys, values, valid, budget=config.budget, mass=0.0, noise=drawn)
+    state = slots.extend(state, keys, values, valid, budget=config.budget, fresh=entries(config, state, keys))
     cadence.check_block(config, keys)
     return state
 
@@ -226,6 +225,11 @@ def _evicted(
     return retire_by_query(state, config, ranking(config, state, heads), queries, attention)
 
 
+def entries(config: Config, state: State, keys: mx.array) -> dict[str, ops.Entry]:
+    """What the columns hold of tokens that arrive: no mass, and a draw."""
+    return {"mass": 0.0, "noise": Gumbel(config.seed, state.slots.streams) if config.noise == "additive" else 0.0}
+
+
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     """By what a state that has absorbed a block of queries with `heads` heads per row is ranked."""
     base = state.slots
@@ -266,6 +270,10 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there."""
+    rules = stepping.Rules(entries, ranking)
+    moved = stepping.moved(rules, config, state, keys, values, queries, valid, attention)
+    if moved is not None:
+        return moved[1]
     absorbed = absorb(config, state, keys, values, valid=valid)
     return _evicted(config, absorbed, queries, attention, cadence.Block(state, keys, values, valid))
 

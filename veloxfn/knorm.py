@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import checks, slots
+from veloxfn import checks, ops, slots, stepping
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.ops import KeyNorm
@@ -108,7 +108,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
         ValueError: a wrong shape, or the last block was not evicted.
         TypeError: another dtype than the state's.
     """
-    return slots.extend(state, keys, values, valid, budget=config.budget, norms=KeyNorm(keys))
+    return slots.extend(state, keys, values, valid, budget=config.budget, fresh=entries(config, state, keys))
 
 
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
@@ -129,6 +129,11 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     return retire_by(state, config, ranking(config, state))
 
 
+def entries(config: Config, state: State, keys: mx.array) -> dict[str, ops.Entry]:
+    """What the columns hold of tokens that arrive."""
+    return {"norms": KeyNorm(keys)}
+
+
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     """By what a state that has absorbed a block is ranked: the norms."""
     return Ranking("norms", attended=False, keep_low=config.keep == "low")
@@ -145,8 +150,14 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there; one token into a full cache loses another as it comes."""
+    rules = stepping.Rules(entries, ranking)
+    moved = stepping.moved(rules, config, state, keys, values, queries, valid, attention)
+    if moved is not None:
+        return moved[1]
     loses = loss_of(config, ranking(config, state))
-    absorbed = slots.extend(state, keys, values, valid, budget=config.budget, loses=loses, norms=KeyNorm(keys))
+    absorbed = slots.extend(
+        state, keys, values, valid, budget=config.budget, loses=loses, fresh=entries(config, state, keys)
+    )
     return evict(config, absorbed, queries=queries, attention=attention)
 
 

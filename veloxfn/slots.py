@@ -112,7 +112,7 @@ def extend(
     *,
     budget: int,
     loses: ops.Loss | None = None,
-    **fresh: ops.Entry,
+    fresh: Mapping[str, ops.Entry] | None = None,
 ) -> S:
     """`append`, and every per-slot column with the arrivals' entries; one token into a full buffer is three launches.
 
@@ -125,7 +125,7 @@ def extend(
         loses: the eviction that one token into a full buffer calls for, taken in the same launch, ranked by the column
             of its first entry.
         fresh: for each column by its name, the arrivals' entries: [N, .., S], a number, the norms of their keys or
-            addressed draws.
+            addressed draws; None = there are no columns.
 
     Returns:
         The state with `arrived` [N, S], S = 0 where the eviction was taken; errors as `append`.
@@ -133,6 +133,7 @@ def extend(
     slots = state.slots
     checks.block(slots, keys, values, valid)
     count = keys.shape[1]
+    fresh = {} if fresh is None else fresh
     columns = {name: getattr(state, name) for name in fresh}
     one = count == 1 and valid is None and slots.positions.shape[1] == slots.keys.shape[1] == budget + 1
     if one and all(column.ndim == 2 for column in columns.values()):

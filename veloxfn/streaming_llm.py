@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import checks, slots
+from veloxfn import checks, ops, slots, stepping
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
@@ -108,6 +108,11 @@ def evict(config: Config, state: State, *, queries: mx.array | None = None, atte
     return retire_by(state, config, ranking(config, state))
 
 
+def entries(config: Config, state: State, keys: mx.array) -> dict[str, ops.Entry]:
+    """What the columns hold of tokens that arrive: there are none."""
+    return {}
+
+
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     """By what a state that has absorbed a block is ranked: all alike, so that ties lose oldest first."""
     return Ranking(None, attended=False)
@@ -124,6 +129,10 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there; one token into a full cache loses another as it comes."""
+    rules = stepping.Rules(entries, ranking)
+    moved = stepping.moved(rules, config, state, keys, values, queries, valid, attention)
+    if moved is not None:
+        return moved[1]
     loses = loss_of(config, ranking(config, state))
     absorbed = slots.extend(state, keys, values, valid, budget=config.budget, loses=loses)
     return evict(config, absorbed, queries=queries, attention=attention)

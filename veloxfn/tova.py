@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from veloxfn import cadence, checks, slots
+from veloxfn import cadence, checks, ops, slots, stepping
 from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
@@ -151,6 +151,11 @@ def _evicted(
     return retire_by(state, config, ranking(config, state), attention)
 
 
+def entries(config: Config, state: State, keys: mx.array) -> dict[str, ops.Entry]:
+    """What the columns hold of tokens that arrive: there are none."""
+    return {}
+
+
 def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     """By what a state that has absorbed a block is ranked: the attention alone."""
     return Ranking(None)
@@ -167,6 +172,10 @@ def update_batched(
     valid: mx.array | None = None,
 ) -> State:
     """`evict` after `absorb`, arguments and errors as there."""
+    rules = stepping.Rules(entries, ranking)
+    moved = stepping.moved(rules, config, state, keys, values, queries, valid, attention)
+    if moved is not None:
+        return moved[1]
     absorbed = absorb(config, state, keys, values, valid=valid)
     return _evicted(config, absorbed, queries, attention, cadence.Block(state, keys, values, valid))
 

@@ -21,7 +21,7 @@ constexpr int PAIRS = TEMPERED ? (U * HEADS + LANES - 1) / LANES : 1;  // of slo
 const uint row = threadgroup_position_in_grid.x;
 const uint part = threadgroup_position_in_grid.y;
 const uint parts = threadgroups_per_grid.y;
-const uint first = threadgroup_position_in_grid.z * HEADS;
+const uint head_begin = threadgroup_position_in_grid.z * HEADS;
 const uint lane = thread_index_in_simdgroup;
 const uint place = lane % LANES;  // among those of a slot
 const uint line = lane / LANES;
@@ -50,7 +50,7 @@ float total[HEADS];
 int limit[HEADS];
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
-  const uint head = min(first + h, heads - 1);
+  const uint head = min(head_begin + h, heads - 1);
   for (int c = 0; c < C; c++) {
     for (int w = 0; w < WIDE; w++) {
       const uint d = (c * LANES + place) * WIDE + w;
@@ -72,7 +72,7 @@ uint low[PAIRS];
 uint high[PAIRS];
 float warmth[PAIRS];
 for (int n = 0; TEMPERED && n < PAIRS; n++) {
-  const uint head = min(first + (n * LANES + place) / U, heads - 1);
+  const uint head = min(head_begin + (n * LANES + place) / U, heads - 1);
   warm_top[n] = -INFINITY;
   warm_total[n] = 0.0f;
   low[n] = 0u;
@@ -146,8 +146,8 @@ for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U
     }
     for (int u = 0; RECEIVES && !TEMPERED && u < U; u++) {
       const uint slot = j + u * ROWS;
-      if (place == uint(u % LANES) && slot < end && first + h < heads) {
-        logits[(first + h) * parts * each + slot] = x[u][h];
+      if (place == uint(u % LANES) && slot < end && head_begin + h < heads) {
+        logits[(head_begin + h) * parts * each + slot] = x[u][h];
       }
     }
   }
@@ -167,7 +167,7 @@ for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U
       warm_total[n] = warm_total[n] * exp(warm_top[n] - highest) + exp(warm - highest);
       warm_top[n] = highest;
     }
-    const uint head = first + pair / U, slot = j + pair % U * ROWS;
+    const uint head = head_begin + pair / U, slot = j + pair % U * ROWS;
     if (RECEIVES && pair < uint(U * HEADS) && slot < end && head < heads) logits[head * parts * each + slot] = warm;
   }
 }
@@ -210,7 +210,7 @@ for (int h = 0; h < HEADS; h++) {
 threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
-  if (first + h < heads) {
+  if (head_begin + h < heads) {
     float highest = -INFINITY;
     for (uint g = 0; g < groups; g++) highest = max(highest, group_tops[g * HEADS + h]);
     if (group == 0 && lane < 2) {
@@ -222,8 +222,8 @@ for (int h = 0; h < HEADS; h++) {
         const float one = group_sums[g * HEADS + h];
         if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - most);
       }
-      mine[(first + h) * block + 2 * lane] = most;
-      mine[(first + h) * block + 2 * lane + 1] = sum;
+      mine[(head_begin + h) * block + 2 * lane] = most;
+      mine[(head_begin + h) * block + 2 * lane + 1] = sum;
     }
     if (VALUED) {
       const float kept = total[h] > 0.0f ? exp(top[h] - highest) : 0.0f;
@@ -237,7 +237,7 @@ for (int h = 0; h < HEADS; h++) {
       for (uint d = group * 32 + lane; d < DV; d += groups * 32) {
         float joined = 0.0f;
         for (uint g = 0; g < groups; g++) joined += group_outputs[g * DV + d];
-        mine[(first + h) * block + 4 + d] = joined;
+        mine[(head_begin + h) * block + 4 + d] = joined;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

@@ -11,6 +11,14 @@ struct Absent {
   }
 };
 
+// Stands in for an array whose elements are all alike.
+struct Same {
+  int x;
+  inline int operator[](ulong) const {
+    return x;
+  }
+};
+
 template <typename T, int n>
 inline Held<T, n> load_held(Absent) {
   return Held<T, n>{};
@@ -165,4 +173,18 @@ inline float cosine_of(P rows, ulong one, ulong other, uint dims, uint lane, flo
 // Half an infinity is infinite, too: NaN and infinities fail this test.
 inline bool finite(float x) {
   return fabs(x) < INFINITY;
+}
+
+// The first `count` elements of `from`, copied to `to` by `lanes` lanes in loads of n, which divides them.
+template <typename T, int n, typename P, typename O>
+inline void copy_packed(P from, O to, uint count, uint lane, uint lanes) {
+  constexpr int U = 8;
+  const uint last = count / n - 1;
+  for (uint begin = lane; n * begin < count; begin += U * lanes) {
+    Held<T, n> x[U];
+    for (int u = 0; u < U; u++) x[u] = load_held<T, n>(from + n * min(begin + u * lanes, last));
+    for (int u = 0; u < U; u++) {
+      if (begin + u * lanes <= last) store_held<T, n>(to + n * (begin + u * lanes), x[u]);
+    }
+  }
 }

@@ -14,6 +14,7 @@ from veloxfn.ops.merge_into import merge_into
 from veloxfn.ops.merge_targets import MergeRule, merge_targets
 from veloxfn.ops.ranks import ranks
 from veloxfn.ops.rotate_by import rotate_by
+from veloxfn.ops.token_step import token_step
 from veloxfn.ops.weakest import weakest
 from veloxfn.ops.window_step import window_step
 
@@ -36,6 +37,7 @@ __all__ = [
     "merge_targets",
     "ranks",
     "rotate_by",
+    "token_step",
     "using",
     "weakest",
     "window_step",

@@ -11,16 +11,42 @@ from veloxfn import checks
 from veloxfn.ops.constants import constant, numbers
 from veloxfn.ops.evict_step import reference as evict_step
 from veloxfn.ops.key_norms import key_norms
-from veloxfn.ops.launch import MOST_SPREAD, Kernel, backend_for, launch, spread_over
+from veloxfn.ops.launch import MOST_SPREAD, Kernel, Output, Template, backend_for, launch, spread_over
 from veloxfn.ops.noise import halves, hashed_gumbel, names
 from veloxfn.ops.ranks import live
 
-__all__ = ["KERNEL", "Admitted", "Entry", "Gumbel", "KeyNorm", "Loss", "admit", "entries_of", "reference"]
+__all__ = [
+    "KERNEL",
+    "Admitted",
+    "Columns",
+    "Entry",
+    "Gumbel",
+    "KeyNorm",
+    "Loss",
+    "admit",
+    "columns_of",
+    "entries_of",
+    "reference",
+]
 
+_CARRIED = ("old_keys", "old_values", "fresh_values"), ("keys_out", "values_out")  # by token_step alone
 KERNEL = Kernel(
     "admit",
-    ("positions", "seen", "first", "second", "first_fresh", "second_fresh", "keys", "seed", "streams", "rotations"),
+    (
+        "positions",
+        "seen",
+        "first",
+        "second",
+        "first_fresh",
+        "second_fresh",
+        "fresh_keys",
+        "seed",
+        "streams",
+        "rotations",
+    ),
     ("slot", "positions_out", "seen_out", "first_out", "second_out", "rotations_out"),
+    absent=_CARRIED[0],
+    unmade=_CARRIED[1],
     most=MOST_SPREAD,
 )
 
@@ -84,47 +110,30 @@ def admit(
         ValueError: a wrong shape, or a loss is ranked by a column and there is none.
     """
     backend = backend_for(backend)
-    rows = positions.shape[0]
     if loses is not None and loses.ranked and not columns:
         raise ValueError("a loss that is ranked by the first column needs a column, got none")
-    checks.slot_columns(positions, seen, **{f"column {number}": column for number, (column, _) in enumerate(columns)})
     checks.operand("rotations", rotations, "[N, n]", positions.shape, mx.int32)
-    columns = [(column, _checked(entry, rows)) for column, entry in columns]
-    kinds = [_kind(entry) for _, entry in columns]
-    if backend == "reference" or len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
+    columns = checked(positions, seen, columns)
+    taken = None if backend == "reference" else columns_of(columns)
+    if taken is None:
         return reference(positions, seen, columns, rotations, loses)
     rows, length = positions.shape
-    kinds += [0] * (2 - len(kinds))
-    entries = [entry for _, entry in columns] + [0.0] * (2 - len(columns))
-    keys = next((entry.keys for entry in entries if isinstance(entry, KeyNorm)), None)
-    draw = next((entry for entry in entries if isinstance(entry, Gumbel)), None)
     lanes, slots = spread_over(length)
+    keys = taken.inputs[4]
     made = launch(
         KERNEL,
         backend,
-        [
-            positions,
-            seen,
-            *(column for column, _ in columns),
-            *[None] * (2 - len(columns)),
-            *(entry if isinstance(entry, mx.array) else None for entry in entries),
-            keys,
-            None if draw is None else halves(draw.seed),
-            None if draw is None else draw.streams,
-            rotations,
-        ],
+        [positions, seen, *taken.inputs, rotations],
         [
             ((rows, 1), mx.int32),
             (positions.shape, mx.int32),
             (seen.shape, mx.int32),
-            *((column.shape, mx.float32) for column, _ in columns),
-            *[None] * (2 - len(columns)),
+            *taken.outputs,
             None if rotations is None else (rotations.shape, mx.int32),
         ],
         template={
-            "FIRST": kinds[0],
-            "SECOND": kinds[1],
-            "DIMS": 0 if keys is None else keys.shape[2],
+            **taken.template,
+            "DIMS": 1 if keys is None else keys.shape[2],
             "T": mx.float32 if keys is None else keys.dtype,
             "TURNED": rotations is not None,
             "LOSES": loses is not None,
@@ -133,6 +142,8 @@ def admit(
             "SINK": 0 if loses is None else loses.sink,
             "RECENT": 0 if loses is None else loses.recent,
             "SLOTS": slots,
+            "CARRIES": False,
+            **dict.fromkeys(("VALUE_DIMS", "KEY_PACK", "VALUE_PACK"), 1),
         },
         groups=(rows, 1, 1),
         threads=lanes,
@@ -141,8 +152,15 @@ def admit(
     return Admitted(made[0], made[1], made[2], tuple(made[3:]), turned)
 
 
+def checked(
+    positions: mx.array, seen: mx.array, columns: Sequence[tuple[mx.array, Entry]]
+) -> list[tuple[mx.array, Entry]]:
+    """The columns, entries that are numbers other than 0 as arrays; raises unless all have their shapes and types."""
+    checks.slot_columns(positions, seen, **{f"column {number}": column for number, (column, _) in enumerate(columns)})
+    return [(column, _checked(entry, positions.shape[0])) for column, entry in columns]
+
+
 def _checked(entry: Entry, rows: int) -> Entry:
-    """The entry, a number other than 0 as an array."""
     if isinstance(entry, mx.array):
         checks.operand("an entry", entry, "[N, 1]", (rows, 1), mx.float32)
     elif isinstance(entry, KeyNorm):
@@ -152,6 +170,37 @@ def _checked(entry: Entry, rows: int) -> Entry:
     else:
         return constant(float(entry), (rows, 1)) if entry else 0.0
     return entry
+
+
+class Columns(NamedTuple):
+    """Columns and entries as the kernel takes them."""
+
+    inputs: list[mx.array | None]  # first, second, first_fresh, second_fresh, fresh_keys, seed, streams
+    outputs: list[Output | None]  # first_out, second_out
+    template: Template
+
+
+def columns_of(columns: Sequence[tuple[mx.array, Entry]]) -> Columns | None:
+    """What `checked` gave, for the kernel; None where it takes no such columns."""
+    kinds = [_kind(entry) for _, entry in columns]
+    if len(columns) > 2 or kinds[:1] == [_DRAWN] or kinds[1:] == [_NORM]:
+        return None
+    kinds += [0] * (2 - len(kinds))
+    entries = [entry for _, entry in columns] + [0.0] * (2 - len(columns))
+    draw = next((entry for entry in entries if isinstance(entry, Gumbel)), None)
+    nothing = [None] * (2 - len(columns))
+    return Columns(
+        [
+            *(column for column, _ in columns),
+            *nothing,
+            *(entry if isinstance(entry, mx.array) else None for entry in entries),
+            next((entry.keys for entry in entries if isinstance(entry, KeyNorm)), None),
+            None if draw is None else halves(draw.seed),
+            None if draw is None else draw.streams,
+        ],
+        [*((column.shape, mx.float32) for column, _ in columns), *nothing],
+        {"FIRST_ENTRY": kinds[0], "SECOND_ENTRY": kinds[1]},
+    )
 
 
 _GIVEN, _ZERO, _NORM, _DRAWN = 1, 2, 3, 4

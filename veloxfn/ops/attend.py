@@ -10,7 +10,7 @@ On a GPU two launches, whatever the number of slots: parts of a row, each by a t
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
@@ -18,7 +18,7 @@ from veloxfn import checks
 from veloxfn.ops.attention_mass import Temper, attention_mass, noisy
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
 from veloxfn.ops.evict_step import UNIT, Parts, Rule, combine, stepped
-from veloxfn.ops.launch import Kernel, backend_for, launch
+from veloxfn.ops.launch import Body, Kernel, Output, Template, backend_for, launch
 from veloxfn.ops.noise import halves
 from veloxfn.ops.weights import ready, softmax
 
@@ -33,11 +33,10 @@ KERNEL = Kernel(
 KEYS_ALONE = KERNEL._replace(
     name="attend_keys",
     inputs=tuple(name for name in KERNEL.inputs if name != "values"),
-    bodies=("attend",),
-    aliases=(("values", "keys"),),  # which the template says are not read
+    bodies=(Body("attend", (("values", "keys"),)),),  # which the template says are not read
 )
 
-_LANES = 256
+LANES = 256
 _MOST_HEADS = 128  # query heads times queries of a row
 _MOST_DIM = 256
 _MOST_PARTS = 32
@@ -283,21 +282,8 @@ def _parts(
     arrived: mx.array | None = None,
 ) -> Parts:
     rows, groups, count, dim = queries.shape
-    length, heads = positions.shape[1], groups * count
-    wide = 1 if values is None else values.shape[2]
-    together = 1
-    while together < min(heads, 8 if max(dim, wide) <= 128 else 4):
-        together *= 2
-    chunks = -(-heads // together)
-    units = max(1, -(-length // UNIT))
-    parts = max(1, min(_MOST_PARTS, -(-_GROUPS // (rows * chunks)), units))
-    slots = -(-units // parts) * UNIT
-    parts = max(1, -(-length // slots))
-    block = 4 + (0 if values is None else wide) + (slots if attended else 0)
-    lanes, width = _lanes(max(dim, wide), together, queries.dtype.size)
-    tempering = _tempering(temper, rows, heads, count)
-    by_recipe = temper is not None and tempering[0] is None
-    schedule = temper.recipe.schedule if by_recipe and temper is not None and temper.recipe is not None else NO_SCHEDULE
+    wide = None if values is None else values.shape[2]
+    plan = plan_of(rows, groups * count, count, dim, wide, positions.shape[1], queries.dtype, attended, temper, scale)
     made = launch(
         KERNEL if values is not None else KEYS_ALONE,
         backend,
@@ -308,47 +294,98 @@ def _parts(
             positions,
             until,
             arrived,
-            *tempering,
+            *tempering(temper, rows, groups * count, count),
         ],
-        [((rows, parts, heads * block), mx.float32)],
-        template={
+        [plan.scratch],
+        template={**plan.template, "LIMITED": until is not None, "GUARDED": arrived is not None},
+        groups=(rows, plan.parts, plan.chunks),
+        threads=LANES,
+    )
+    return Parts(
+        made[0],
+        weights,
+        None if wide is None else ((rows, groups, count, wide), queries.dtype),
+        attended,
+        {**plan.joining, "WEIGHTED": weights is not None},
+    )
+
+
+class Plan(NamedTuple):
+    """How the attention of a few queries is spread over a GPU."""
+
+    parts: int  # of a row
+    chunks: int  # of its heads
+    scratch: Output
+    template: Template  # of attend
+    joining: Template  # of evict_step behind it
+
+
+def plan_of(
+    rows: int,
+    heads: int,
+    count: int,
+    dim: int,
+    wide: int | None,
+    length: int,
+    dtype: mx.Dtype,
+    attended: bool,
+    temper: Temper | None,
+    scale: float,
+    most: int = _MOST_PARTS,
+) -> Plan:
+    """The plan for `heads` queries, `count` of each query head, of so many rows.
+
+    Args:
+        rows: N.
+        heads: G S.
+        count: S.
+        dim: D.
+        wide: Dv; None = no output is asked for.
+        length: n.
+        dtype: of queries, keys and values.
+        attended: whether the mass is asked for.
+        temper: of its logits.
+        scale: of the products.
+        most: parts of a row.
+    """
+    together = heads_together(heads, dim, wide or 1)
+    chunks = -(-heads // together)
+    units = max(1, -(-length // UNIT))
+    parts = max(1, min(most, -(-_GROUPS // (rows * chunks)), units))
+    slots = -(-units // parts) * UNIT
+    parts = max(1, -(-length // slots))
+    block = 4 + (wide or 0) + (slots if attended else 0)
+    lanes, width = _lanes(max(dim, wide or 1), together, dtype.size)
+    by_recipe = temper is not None and temper.recipe is not None and count == 1
+    schedule = temper.recipe.schedule if by_recipe and temper is not None and temper.recipe is not None else NO_SCHEDULE
+    shared: Template = {"T": dtype, "DV": wide or 1, "COUNT": count, "UNIT": UNIT, "VALUED": wide is not None}
+    return Plan(
+        parts,
+        chunks,
+        ((rows, parts, heads * block), mx.float32),
+        {
             **schedule.template,
-            "T": queries.dtype,
+            **shared,
             "D": dim,
-            "DV": wide,
-            "COUNT": count,
-            "UNIT": UNIT,
-            "VALUED": values is not None,
             "RECEIVES": attended,
             "HEADS": together,
             "LANES": lanes,
             "WIDE": width,
             "SCALE": bits(scale),
-            "LIMITED": until is not None,
-            "GUARDED": arrived is not None,
             "TEMPERED": temper is not None,
             "NOISY": temper is not None and temper.names is not None,
             "RECIPE": by_recipe,
         },
-        groups=(rows, parts, chunks),
-        threads=_LANES,
+        {**shared, "JOINS": True, "ALL": heads},
     )
-    return Parts(
-        made[0],
-        weights,
-        None if values is None else ((rows, groups, count, wide), queries.dtype),
-        attended,
-        {
-            "JOINS": True,
-            "T": queries.dtype,
-            "DV": wide,
-            "ALL": heads,
-            "COUNT": count,
-            "UNIT": UNIT,
-            "VALUED": values is not None,
-            "WEIGHTED": weights is not None,
-        },
-    )
+
+
+def heads_together(heads: int, dim: int, wide: int) -> int:
+    """Queries that one threadgroup takes at once."""
+    together = 1
+    while together < min(heads, 8 if max(dim, wide) <= 128 else 4):
+        together *= 2
+    return together
 
 
 def _lanes(dim: int, together: int, size: int) -> tuple[int, int]:
@@ -366,7 +403,7 @@ def _lanes(dim: int, together: int, size: int) -> tuple[int, int]:
     return lanes, width
 
 
-def _tempering(temper: Temper | None, rows: int, heads: int, count: int) -> list[mx.array | None]:
+def tempering(temper: Temper | None, rows: int, heads: int, count: int) -> list[mx.array | None]:
     """The kernels' inputs of a temper: arrays, or what they make them of."""
     if temper is None:
         return [None] * len(_TEMPER_INPUTS)

@@ -15,13 +15,14 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule, bits, constant, numbers
-from veloxfn.ops.launch import MOST_SPREAD, Kernel, Output, Template, backend_for, launch, spread_over
+from veloxfn.ops.launch import MOST_SPREAD, Body, Kernel, Output, Template, backend_for, launch, spread_over
 from veloxfn.ops.weakest import reference as weakest
 
 __all__ = [
     "COMBINE",
     "FINISH",
     "KERNEL",
+    "NO_PARTS",
     "UNIT",
     "Parts",
     "Rule",
@@ -42,8 +43,8 @@ KERNEL = Kernel(
     alone=True,
 )
 # The same behind the first launch of `attend`, whose parts it joins: with an eviction, and without one.
-FINISH = KERNEL._replace(name="attend_finish", bodies=("evict_step",))
-COMBINE = KERNEL._replace(name="attend_combine", bodies=("evict_step",))
+FINISH = KERNEL._replace(name="attend_finish", bodies=(Body("evict_step"),))
+COMBINE = KERNEL._replace(name="attend_combine", bodies=(Body("evict_step"),))
 
 UNIT = 128  # slots: a part has so many, or a multiple
 _JOINING = 256  # threads that join parts, at least
@@ -83,6 +84,25 @@ class Rule(NamedTuple):
         checks.operand("tau", self.tau, "[N]", (rows,), mx.float32)
         if (self.noise is None) != (self.tau is None):
             raise ValueError("noise and tau go together: give both or neither")
+
+    def template(self, *, massive: bool, attended: bool, stores: bool) -> Template:
+        """The kernel's constants, but for the schedule: whether there are masses, attention, masses to be stored."""
+        decays = self.decay != 1.0
+        return {
+            "RANKS": True,
+            "STORES": stores,
+            "MASSIVE": massive,
+            "ATTENDED": attended,
+            "DECAYS": decays,
+            "DECAY": bits(self.decay),
+            "GUARDED_DECAY": decays and self.arrived is not None,
+            "AGED": self.counted is not None,
+            "DRAWN": self.noise is not None,
+            "SCHEDULED": self.schedule is not None,
+            "KEEP_LOW": self.keep_low,
+            "SINK": self.sink,
+            "RECENT": self.recent,
+        }
 
 
 def evict_step(
@@ -174,22 +194,10 @@ def stepped(
                 None if parts is None else parts.output,
             ],
             template={
-                **(_NO_PARTS if parts is None else parts.template),
+                **(NO_PARTS if parts is None else parts.template),
                 **(rule.schedule or NO_SCHEDULE).template,
+                **rule.template(massive=mass is not None, attended=attended, stores=stores),
                 "SLOTS": slots,
-                "RANKS": True,
-                "STORES": stores,
-                "MASSIVE": mass is not None,
-                "ATTENDED": attended,
-                "DECAYS": decays,
-                "DECAY": bits(rule.decay),
-                "GUARDED_DECAY": decays and rule.arrived is not None,
-                "AGED": rule.counted is not None,
-                "DRAWN": rule.noise is not None,
-                "SCHEDULED": rule.schedule is not None,
-                "KEEP_LOW": rule.keep_low,
-                "SINK": rule.sink,
-                "RECENT": rule.recent,
             },
             groups=(positions.shape[0], 1, 1),
             threads=lanes if parts is None else max(lanes, _JOINING),
@@ -225,7 +233,7 @@ def combine(parts: Parts, positions: mx.array, backend: str) -> tuple[mx.array |
     return (output[0] if output else None), attention
 
 
-_NO_PARTS: Template = {
+NO_PARTS: Template = {
     "JOINS": False,
     "T": mx.float32,
     "DV": 1,

@@ -24,6 +24,7 @@ from veloxfn.ops.kept import kept
 __all__ = [
     "BACKENDS",
     "MOST_SPREAD",
+    "Body",
     "Kernel",
     "backend_for",
     "lanes_for",
@@ -43,16 +44,23 @@ FORCED: str | None = None
 _USING: ContextVar[str | None] = ContextVar("veloxfn_backend", default=None)
 
 
+class Body(NamedTuple):
+    """A body `kernels/metal/<name>.metal` of a kernel."""
+
+    name: str
+    aliases: tuple[tuple[str, str], ...] = ()  # names that it has for another array: (name, array)
+    behind: bool = False  # once all lanes are through the ones before, of which it reads what they wrote
+
+
 class Kernel(NamedTuple):
-    """A kernel: its bodies `kernels/metal/<body>.metal`, one after the other, and the names of its arrays."""
+    """A kernel: its bodies, one after the other, and the names of its arrays."""
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    bodies: tuple[str, ...] = ()  # none = the name; each reads what the ones before wrote at the same lane
+    bodies: tuple[Body, ...] = ()  # none = one of the kernel's name
     absent: tuple[str, ...] = ()  # inputs that are not given
     unmade: tuple[str, ...] = ()  # outputs that are not made
-    aliases: tuple[tuple[str, str], ...] = ()  # names that a body has for another array: (name, array)
     most: int | None = 256  # threads of a threadgroup, at most; None = the template says how many
     alone: bool = False  # CUDA's compiler saves no registers for a second threadgroup beside one
 
@@ -160,9 +168,9 @@ def _variant(kernel: Kernel, absent: tuple[str, ...], unmade: tuple[str, ...]) -
     return kernel._replace(
         inputs=tuple(name for name in kernel.inputs if name not in absent),
         outputs=tuple(name for name in kernel.outputs if name not in unmade),
-        bodies=kernel.bodies or (kernel.name,),
-        absent=absent,
-        unmade=unmade,
+        bodies=kernel.bodies or (Body(kernel.name),),
+        absent=(*kernel.absent, *absent),
+        unmade=(*kernel.unmade, *unmade),
     )
 
 
@@ -250,11 +258,20 @@ def source_of(kernel: Kernel, backend: str) -> tuple[str, str]:
     """Header and body of a kernel for a back end: "metal", "cuda" or "host"."""
     folder = _folder()
     header = (folder / f"msl_{backend}.h").read_text() + (folder / "metal" / "common.metal").read_text()
-    texts = [(folder / "metal" / f"{body}.metal").read_text() for body in kernel.bodies or (kernel.name,)]
     named = [f"const Absent {name}, {name}_shape;\n" for name in kernel.absent]
     named += [f"float {name}[1];\n" for name in kernel.unmade]
-    named += [f"auto {name} = {array};\n" for name, array in kernel.aliases]
-    return header, "".join(named) + (texts[0] if len(texts) == 1 else "".join(f"{{\n{text}}}\n" for text in texts))
+    bodies = kernel.bodies or (Body(kernel.name),)
+    texts = []
+    for body in bodies:
+        text = (folder / "metal" / f"{body.name}.metal").read_text()
+        if body.aliases or len(bodies) > 1:
+            text = "".join(f"auto {name} = {array};\n" for name, array in body.aliases) + text
+            text = f"{{\n{text}}}\n"
+        texts.append(_BEHIND + text if body.behind else text)
+    return header, "".join(named + texts)
+
+
+_BEHIND = "threadgroup_barrier(mem_flags::mem_device);\n"
 
 
 def included(kernel: Kernel) -> tuple[str, str]:
