@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,6 +180,38 @@ def steps_of(case: Case, effort: Effort, bandwidth: Bandwidth, *, bounds: bool) 
         yield from _step_rows(case, mode, count, seconds, peaks, floor, bounds=bounds)
         del parties
         _tidy()
+
+
+def chain_cases(*, quick: bool) -> list[Case]:
+    """Steps of layers that wait for each other."""
+    if quick:
+        return [Case("h2o", Shape(2, 16, 1, 64), "float16")]
+    shapes = [Shape(8, 64, 1, 512), *(Shape(rows, 128, 1, budget) for rows, budget in ((8, 512), (32, 512), (32, 2048)))]
+    grouped = Shape(8, 128, 4, 2048)
+    return [Case(method, shape, "float16") for shape in (*shapes, grouped) for method in ("h2o", "knorm")]
+
+
+def chained_steps(case: Case, effort: Effort, bandwidth: Bandwidth, *, bounds: bool) -> Iterator[Row]:
+    """One token through layers each of which takes the output of the one before as its query."""
+    del bandwidth, bounds
+    config, shape, kind, count = config_of(case.method, case.shape.budget), case.shape, case.kind, effort.many
+    parties = {
+        "step": layers.own(layers.decoding, config, shape, kind, count, chained=True),
+        "attention": layers.sdpa(shape, kind, count, chained=True),
+    }
+    with forced("reference"):
+        parties["step, pure MLX"] = layers.own(layers.decoding, config, shape, kind, count, chained=True)
+    seconds = timing.interleave(dict(parties), rounds=effort.rounds, calls=effort.many_calls, warmup=3)
+    for party in parties.values():
+        party.check(shape.budget)
+    each = {name: [figure / count for figure in figures] for name, figures in seconds.items()}
+    sizes = {**case.sizes, "tokens": 1, "mode": f"{count} layers, one after the other", "layers": count}
+    for name, slower, faster in (
+        ("step / attention", "step", "attention"),
+        ("pure MLX / kernels, step", "step, pure MLX", "step"),
+    ):
+        pair = {side: timing.spread(each[side]) for side in (slower, faster)}
+        yield Row(name, sizes, timing.ratio(each[slower], each[faster]), "x", None, pair)
 
 
 def _peer_settings(config: Retention) -> dict[str, Any]:
@@ -412,6 +445,7 @@ GROUPS: dict[str, tuple[Callable[..., list[Case]], Runner]] = {
     "mass": (mass_cases, block_mass),
     "token": (block_cases, token_blocks),
     "step": (step_cases, steps_of),
+    "chain": (chain_cases, chained_steps),
     "prompt": (prompt_cases, prompts),
     "others": (other_step_cases, steps_of),
 }
@@ -419,10 +453,11 @@ GROUPS: dict[str, tuple[Callable[..., list[Case]], Runner]] = {
 
 def launch_counts() -> dict[str, dict[str, Any]]:
     """Launches of a compiled step of each method, read off its graph with the machine's own back end."""
-    shape, told = Shape(2, 64, 1, 64), {}
-    block = blocks(shape, 1, mx.float16)[0]
-    for method in (*METHODS, *MORE_METHODS):
-        config = config_of(method, shape.budget)
+    told: dict[str, dict[str, Any]] = {}
+    for budget, method in product((1024, 64), (*METHODS, *MORE_METHODS)):
+        shape = Shape(2, 128, 1, budget)
+        block = blocks(shape, 1, mx.float16)[0]
+        config = config_of(method, budget)
         state = layers.full_state(config, shape, mx.float16)
         absorbed = veloxfn.policy(config).absorb(state, block.keys, block.values)
         for name, make, begun in (
@@ -431,7 +466,9 @@ def launch_counts() -> dict[str, dict[str, Any]]:
             ("update", layers.updating, state),
         ):
             found = launches(mx.compile(make(config)), begun, *block)
-            told[f"{method}, {name}"] = {"kernels": list(found.kernels), "possible copies": list(found.copies)}
+            one = {"kernels": list(found.kernels), "possible copies": list(found.copies)}
+            if told.get(f"{method}, {name}") != one:
+                told[f"{method}, {name}" if budget == 1024 else f"{method}, budget {budget}, {name}"] = one
     return told
 
 

@@ -52,6 +52,7 @@ class Layers:
         inputs: the blocks, gone round in turn.
         kept: rows a state keeps and tokens it has seen; None where nothing is evicted.
         advance: whether a call replaces the states.
+        chained: whether a layer's query is what the layer before it returned, as in a model, in place of its block's.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Layers:
         kept: Counts | None = None,
         *,
         advance: bool = True,
+        chained: bool = False,
     ) -> None:
-        self._step, self._inputs, self._kept, self._advance = step, inputs, kept, advance
+        self._step, self._inputs, self._kept, self._advance, self._chained = step, inputs, kept, advance, chained
         self.states, self._turn = [_copied(state) for _ in range(count)], 0
         del state
         mx.eval(self.states)
@@ -75,6 +77,8 @@ class Layers:
         results = []
         for layer in range(len(self.states)):
             arguments = self._inputs[(self._turn + layer) % len(self._inputs)]
+            if self._chained and results:
+                arguments = (*arguments[:-1], results[-1])
             if self._advance:
                 result, self.states[layer] = self._step(self.states[layer], *arguments)
             else:
@@ -179,14 +183,22 @@ def updating(config: Retention) -> Step:
     return step
 
 
-def own(make: Callable[[Retention], Step], config: Retention, shape: Shape, dtype: mx.Dtype, count: int) -> Layers:
+def own(
+    make: Callable[[Retention], Step],
+    config: Retention,
+    shape: Shape,
+    dtype: mx.Dtype,
+    count: int,
+    *,
+    chained: bool = False,
+) -> Layers:
     """Layers of a veloxfn method under one of the steps above, compiled."""
     state = full_state(config, shape, dtype)
     if make in (attending_only, attending_apart):
         block = blocks(shape, 1, dtype, seed=3)[0]
         state = veloxfn.policy(config).absorb(state, block.keys, block.values)
         return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), advance=False)
-    return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), our_counts)
+    return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), our_counts, chained=chained)
 
 
 def _inputs(shape: Shape, dtype: mx.Dtype) -> list[Block]:
@@ -194,7 +206,13 @@ def _inputs(shape: Shape, dtype: mx.Dtype) -> list[Block]:
 
 
 def sdpa(
-    shape: Shape, dtype: mx.Dtype, count: int, *, more: int = 1, wrapped: Callable[[Step], Step] | None = None
+    shape: Shape,
+    dtype: mx.Dtype,
+    count: int,
+    *,
+    more: int = 1,
+    wrapped: Callable[[Step], Step] | None = None,
+    chained: bool = False,
 ) -> Layers:
     """MLX's own attention of one query over budget + `more` rows, nothing written and nothing let go."""
     block = blocks(shape, shape.budget + more, dtype)[0]
@@ -204,7 +222,7 @@ def sdpa(
         return _attention(queries, *state)
 
     made = step if wrapped is None else wrapped(step)
-    return Layers(made, (block.keys, block.values), count, _inputs(shape, dtype), advance=False)
+    return Layers(made, (block.keys, block.values), count, _inputs(shape, dtype), advance=False, chained=chained)
 
 
 def peer_state(method: str, shape: Shape, dtype: mx.Dtype) -> Any:

@@ -195,6 +195,7 @@ def tables_of(told: Told) -> dict[str, str]:
         "kernels targets": targets(rows),
         "kernels launches": launch_table(told),
         "kernels steps": steps(rows),
+        "kernels chain": blocks(rows, "chain"),
         "kernels token": blocks(rows, "token"),
         "kernels mass": blocks(rows, "mass"),
         "kernels prompt": blocks(rows, "prompt"),

@@ -192,6 +192,24 @@ def test_a_cache_too_large_to_be_copied_is_written_into(forced, launched, monkey
         assert (launched == [("token_step_keys", forced)]) == (whole and forced != "metal")
 
 
+@pytest.mark.parametrize(("heads", "whole"), [(1, True), (2, True), (3, False)])
+def test_rows_are_copied_up_to_a_size_half_as_large_for_more_than_two_heads(
+    forced, launched, monkeypatch, heads, whole
+):
+    module = importlib.import_module("veloxfn.ops.token_step")
+    policy = h2o.policy(h2o.Config(budget=5, sink=1, recent=1))
+    first, last = grid_stream((8, 1), seed=5)
+    state = policy.init_state(2, 4, 5, dtype=mx.float16)
+    state = policy.update_batched(state, first.keys, first.values, queries=first.queries)
+    queries = mx.repeat(last.queries[:, :1], heads, axis=1)
+    bytes_ = (state.slots.keys.nbytes + state.slots.values.nbytes) // 2
+    for most, told in ((bytes_, whole), (2 * bytes_, True), (bytes_ - 1, False)):
+        monkeypatch.setattr(module, "_MOST_ROW", most)
+        launched.clear()
+        policy.update_batched(state, last.keys, last.values, queries=queries)
+        assert (launched == [("token_step_keys", forced)]) == (told and forced != "metal"), (most, launched)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -98,7 +98,7 @@ def step(
     """`absorb`, then `attend`: a decoder layer's whole step over its cache.
 
     One token into a full cache is one launch on an NVIDIA GPU, for H2O, Keyformer, TOVA, K-norm and StreamingLLM, where
-    keys and values are at most 136 KiB a row, 20 MiB in all.
+    keys and values are at most 264 KiB a row, with more than two query heads 132 KiB, and 20 MiB in all.
 
     Args:
         policy: a method with its config bound.

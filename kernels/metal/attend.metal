@@ -9,9 +9,9 @@
 //   head h or the product is not finite
 //
 // Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, UNIT (a part is so
-// many slots, or a multiple), LANES, WIDE (elements of one load), SCALE (int, the bits of a float), VALUED, RECEIVES
-// (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE
-// (bool): heat and names are made here, for one query.
+// many slots, or a multiple), GROUPS (SIMD groups), LANES, WIDE (elements of one load), SCALE (int, the bits of a float),
+// VALUED, RECEIVES (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED,
+// NOISY, RECIPE (bool): heat and names are made here, for one query.
 
 constexpr int U = HEADS <= 2 ? 4 : 2;  // registers
 constexpr int ROWS = 32 / LANES;
@@ -26,7 +26,6 @@ const uint lane = thread_index_in_simdgroup;
 const uint place = lane % LANES;  // among those of a slot
 const uint line = lane / LANES;
 const uint group = simdgroup_index_in_threadgroup;
-const uint groups = threads_per_threadgroup.x / 32;
 const uint length = positions_shape[1];
 const uint size = keys_shape[1];
 const uint count = COUNT;
@@ -39,9 +38,9 @@ const uint block = 4 + (VALUED ? DV : 0);
 auto blocks = scratch + ulong(row) * parts * heads * (block + (RECEIVES ? each : 0u));
 auto mine = blocks + part * heads * block;
 auto logits = blocks + parts * heads * block;
-threadgroup float group_tops[2 * 8 * HEADS];
-threadgroup float group_sums[2 * 8 * HEADS];
-threadgroup float group_outputs[8 * DV];
+threadgroup float group_tops[2 * GROUPS * HEADS];
+threadgroup float group_sums[2 * GROUPS * HEADS];
+threadgroup float group_outputs[GROUPS * DV];
 
 float q[HEADS][C][WIDE];
 float out[HEADS][CV][WIDE];
@@ -93,7 +92,7 @@ for (int n = 0; TEMPERED && n < PAIRS; n++) {
   }
 }
 
-for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U) {
+for (uint base = begin + group * ROWS * U; base < end; base += GROUPS * ROWS * U) {
   const uint j = base + line;  // and ROWS further on, U times
   Packed<T, WIDE> k[U][C];
   Packed<T, WIDE> v[U][CV];
@@ -203,8 +202,8 @@ for (int h = 0; h < HEADS; h++) {
   if (lane == 0) {
     group_tops[group * HEADS + h] = top[h];
     group_sums[group * HEADS + h] = total[h];
-    group_tops[(8 + group) * HEADS + h] = TEMPERED ? most : top[h];
-    group_sums[(8 + group) * HEADS + h] = TEMPERED ? sum : total[h];
+    group_tops[(GROUPS + group) * HEADS + h] = TEMPERED ? most : top[h];
+    group_sums[(GROUPS + group) * HEADS + h] = TEMPERED ? sum : total[h];
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -212,13 +211,13 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 for (int h = 0; h < HEADS; h++) {
   if (head_begin + h < heads) {
     float highest = -INFINITY;
-    for (uint g = 0; g < groups; g++) highest = max(highest, group_tops[g * HEADS + h]);
+    for (uint g = 0; g < GROUPS; g++) highest = max(highest, group_tops[g * HEADS + h]);
     if (group == 0 && lane < 2) {
       // Lane 1 does so for the mass.
       float most = -INFINITY;
-      for (uint g = 8 * lane; g < 8 * lane + groups; g++) most = max(most, group_tops[g * HEADS + h]);
+      for (uint g = GROUPS * lane; g < GROUPS * lane + GROUPS; g++) most = max(most, group_tops[g * HEADS + h]);
       float sum = 0.0f;
-      for (uint g = 8 * lane; g < 8 * lane + groups; g++) {
+      for (uint g = GROUPS * lane; g < GROUPS * lane + GROUPS; g++) {
         const float one = group_sums[g * HEADS + h];
         if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - most);
       }
@@ -234,9 +233,9 @@ for (int h = 0; h < HEADS; h++) {
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint d = group * 32 + lane; d < DV; d += groups * 32) {
+      for (uint d = group * 32 + lane; d < DV; d += GROUPS * 32) {
         float joined = 0.0f;
-        for (uint g = 0; g < groups; g++) joined += group_outputs[g * DV + d];
+        for (uint g = 0; g < GROUPS; g++) joined += group_outputs[g * DV + d];
         mine[(head_begin + h) * block + 4 + d] = joined;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -120,7 +120,7 @@ def test_pure_mlx_inside_and_the_own_back_end_behind():
     assert launch.backend_for is before
 
 
-@pytest.mark.parametrize("group", ["step", "token", "mass", "prompt"])
+@pytest.mark.parametrize("group", ["step", "chain", "token", "mass", "prompt"])
 def test_a_group_from_case_to_table(group, tmp_path, capsys):
     file, page, results = (tmp_path / name for name in ("kernels.json", "kernels.md", "RESULTS.md"))
     results.write_text(tables.RESULTS.read_text())
@@ -141,6 +141,20 @@ def test_a_group_from_case_to_table(group, tmp_path, capsys):
     assert "not to quote" in results.read_text()
     assert f"| {method} | 2 |" in page.read_text()
     assert told["rows"][0]["case"] in capsys.readouterr().out
+
+
+def test_chained_layers_take_the_output_of_the_one_before():
+    taken = []
+
+    def noting(state, keys, values, queries):
+        taken.append(queries)
+        return queries + 1, state
+
+    for chained in (False, True):
+        taken.clear()
+        block = mx.zeros((2, 1, 16)), mx.zeros((2, 1, 16)), mx.zeros((2, 1, 1, 16))
+        layers.Layers(noting, (mx.zeros(1),), 3, [block], chained=chained)
+        assert [float(queries.max()) for queries in taken] == ([0, 1, 2] if chained else [0, 0, 0])
 
 
 def test_no_case_is_begun_when_the_minutes_are_over(tmp_path):

@@ -332,6 +332,7 @@ def plan_of(
     temper: Temper | None,
     scale: float,
     most: int = _MOST_PARTS,
+    threads: int = LANES,
 ) -> Plan:
     """The plan for `heads` queries, `count` of each query head, of so many rows.
 
@@ -347,6 +348,7 @@ def plan_of(
         temper: of its logits.
         scale: of the products.
         most: parts of a row.
+        threads: of a threadgroup.
     """
     together = heads_together(heads, dim, wide or 1)
     chunks = -(-heads // together)
@@ -369,6 +371,7 @@ def plan_of(
             "D": dim,
             "RECEIVES": attended,
             "HEADS": together,
+            "GROUPS": threads // 32,
             "LANES": lanes,
             "WIDE": width,
             "SCALE": bits(scale),

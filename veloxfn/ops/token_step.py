@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from veloxfn import checks
 from veloxfn.ops.admit import Columns, Entry, KeyNorm, admit, checked, columns_of
-from veloxfn.ops.attend import LANES, attend_step, heads_together, plan_of, tempering
+from veloxfn.ops.attend import attend_step, heads_together, plan_of, tempering
 from veloxfn.ops.attention_mass import Temper
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule
 from veloxfn.ops.evict_step import NO_PARTS, UNIT, Rule, evict_step
@@ -56,6 +56,7 @@ KERNEL = Kernel(
     bodies=(Body("admit"), _attending("values_out"), _EVICTING),
     absent=("rotations", "until", "arrived", "attention", "tau", "weights"),
     unmade=("slot", "rotations_out"),
+    most=512,
 )
 KEYS_ALONE = KERNEL._replace(name="token_step_keys", bodies=(Body("admit"), _attending("keys_out"), _EVICTING))
 UNATTENDED = KERNEL._replace(
@@ -65,8 +66,10 @@ UNATTENDED = KERNEL._replace(
 )
 
 _MOST_BYTES = 20 * 2**20  # of keys and values, that are copied
-_MOST_ROW = 136 * 2**10  # of one row, by one threadgroup
+_MOST_ROW = 264 * 2**10  # of one row, by one threadgroup
+_MOST_HEADS = 2  # with so many bytes of a row; half as many with more
 _MOST_DIM = 256
+_LANES = 512
 _MOST_SLOTS = 8  # of a lane at a time
 
 
@@ -192,7 +195,8 @@ def one_launch(keys: mx.array, values: mx.array, queries: mx.array | None) -> bo
     Nowhere but on CUDA (and where it is emulated).
     """
     size = keys.nbytes + values.nbytes
-    small = size <= _MOST_BYTES and size <= _MOST_ROW * keys.shape[0]
+    several = queries is not None and queries.shape[1] > _MOST_HEADS
+    small = size <= _MOST_BYTES and size <= (_MOST_ROW // 2 if several else _MOST_ROW) * keys.shape[0]
     return backend_for(None) in ("cuda", "host") and small and _fits(keys, values, queries)
 
 
@@ -228,7 +232,7 @@ def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
         heads = queries.shape[1]
         scale = dim**-0.5 if how.scale is None else how.scale
         plan = plan_of(
-            rows, heads, 1, dim, wide if how.output else None, length, keys.dtype, attended, how.temper, scale, 1
+            rows, heads, 1, dim, wide if how.output else None, length, keys.dtype, attended, how.temper, scale, 1, _LANES
         )
         scratch = plan.scratch
         output = ((rows, heads, 1, wide), queries.dtype) if how.output else None
@@ -282,7 +286,7 @@ def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
                 "SLOTS": _slots(length),
             },
             groups=(rows, 1, 1),
-            threads=LANES,  # as `attend` has
+            threads=_LANES,
         )
     )
     keys, values, positions, seen = (next(made) for _ in range(4))
@@ -299,8 +303,8 @@ def _pack(dims: int, dtype: mx.Dtype) -> int:
 
 def _slots(length: int) -> int:
     """Slots that a lane has at a time, for rounds alike."""
-    rounds = -(-length // (_MOST_SLOTS * LANES))
-    return max(1, -(-length // (rounds * LANES)))
+    rounds = -(-length // (_MOST_SLOTS * _LANES))
+    return max(1, -(-length // (rounds * _LANES)))
 
 
 def reference(before: _Before, how: _How, backend: str = "reference") -> Moved:
