@@ -84,6 +84,19 @@ template <typename T, int n, int dims> __device__ __forceinline__ Packed<T, n> l
   return x;
 }
 
+// The same n elements, but those behind the end, to a row of `dims`.
+template <typename T, int n, int dims, typename P>
+__device__ __forceinline__ void store_packed(P row, uint at, Packed<T, n> x) {
+  if constexpr (dims % n == 0) {
+    if (at < dims) *reinterpret_cast<Packed<T, n>*>(row + at) = x;
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+      if (at + i < dims) row[at + i] = x.at[i];
+    }
+  }
+}
+
 // n elements for long: in whole words, since the compiler would give a half a register of its own.
 template <typename T, int n> struct alignas(n * sizeof(T) < 4 ? 4 : n * sizeof(T)) Held {
   uint words[(n * sizeof(T) + 3) / 4];

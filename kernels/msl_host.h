@@ -608,6 +608,13 @@ template <typename T, int n, int dims, typename P> inline Packed<T, n> load_pack
   return x;
 }
 
+template <typename T, int n, int dims, typename P> inline void store_packed(P row, uint at, Packed<T, n> x) {
+  if (dims % n == 0 && at < uint(dims)) host::aligned<n>(row + at, "store_packed");
+  for (int i = 0; i < n; i++) {
+    if (at + i < uint(dims)) row[at + i] = x.at[i];
+  }
+}
+
 // n elements for long, from `from` and to `to`, aligned to them.
 template <typename T, int n> using Held = Packed<T, n>;
 template <typename T, int n, typename P> inline Held<T, n> load_held(P from) {

@@ -22,6 +22,14 @@ inline Packed<T, n> load_packed(P row, uint at) {
   return x;
 }
 
+// The same n elements, but those behind the end, to a row of `dims`.
+template <typename T, int n, int dims, typename P>
+inline void store_packed(P row, uint at, Packed<T, n> x) {
+  for (int i = 0; i < n; i++) {
+    if (at + i < uint(dims)) row[at + i] = x.at[i];
+  }
+}
+
 // n elements for long, from `from` and to `to`, aligned to them.
 template <typename T, int n>
 using Held = Packed<T, n>;

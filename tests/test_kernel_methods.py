@@ -135,8 +135,8 @@ def test_a_disposal_of_ones_own_is_not_passed_over(forced, monkeypatch):
     assert not np.allclose(floats(want.slots.values)[:, 0], np.array(stream.values)[:, 0], atol=1.0)
 
 
-# Methods that move a small cache on by a token in one launch, where launches cost more than bytes.
-ONE = [name for name in CONFIGS if "contiguous" not in name and not name.startswith(("cam", "snapkv"))]
+# Methods that copy a small cache on the way of a token, where launches cost more than bytes.
+COPYING = [name for name in CONFIGS if "contiguous" not in name and not name.startswith(("cam", "snapkv"))]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -159,7 +159,7 @@ def test_step_is_attend_after_absorb(forced, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_token_into_a_full_cache_is_one_launch(forced, launched, name):
+def test_one_token_into_a_full_cache_is_two_launches_or_one(forced, launched, name):
     policy = veloxfn.policy(CONFIGS[name])
     stream = grid_stream((8, 1), seed=5)
     state = policy.init_state(2, 4, 5, dtype=mx.float16)
@@ -170,10 +170,11 @@ def test_one_token_into_a_full_cache_is_one_launch(forced, launched, name):
     launched.clear()
     policy.update_batched(state, last.keys, last.values, **given[1])
     veloxfn.step(policy, state, last.keys, last.values, last.queries)
-    whole = forced in ("cuda", "host") and name in ONE
-    kernels = ["token_step_unattended" if not policy.config.needs_queries else "token_step_keys", "token_step"]
-    assert ([name for name, _ in launched] == kernels) == whole, launched
-    assert any(name.startswith("token_step") for name, _ in launched) == whole
+    copied = forced in ("cuda", "host") and name in COPYING
+    attended = ["token_attend", "token_finish"]
+    kernels = [*(attended if policy.config.needs_queries else ["token_move"]), *attended]
+    assert ([name for name, _ in launched] == kernels) == copied, launched
+    assert any(name.startswith("token_") for name, _ in launched) == copied
 
 
 def test_a_cache_too_large_to_be_copied_is_written_into(forced, launched, monkeypatch):
@@ -185,29 +186,12 @@ def test_a_cache_too_large_to_be_copied_is_written_into(forced, launched, monkey
         policy.init_state(2, 4, 5, dtype=mx.float16), first.keys, first.values, queries=first.queries
     )
     bytes_ = state.slots.keys.nbytes + state.slots.values.nbytes
-    for most, whole in ((bytes_, True), (bytes_ - 1, False)):
+    for most, copied in ((bytes_, True), (bytes_ - 1, False)):
         monkeypatch.setattr(module, "_MOST_BYTES", most)
         launched.clear()
         policy.update_batched(state, last.keys, last.values, queries=last.queries)
-        assert (launched == [("token_step_keys", forced)]) == (whole and forced != "metal")
-
-
-@pytest.mark.parametrize(("heads", "whole"), [(1, True), (2, True), (3, False)])
-def test_rows_are_copied_up_to_a_size_half_as_large_for_more_than_two_heads(
-    forced, launched, monkeypatch, heads, whole
-):
-    module = importlib.import_module("veloxfn.ops.token_step")
-    policy = h2o.policy(h2o.Config(budget=5, sink=1, recent=1))
-    first, last = grid_stream((8, 1), seed=5)
-    state = policy.init_state(2, 4, 5, dtype=mx.float16)
-    state = policy.update_batched(state, first.keys, first.values, queries=first.queries)
-    queries = mx.repeat(last.queries[:, :1], heads, axis=1)
-    bytes_ = (state.slots.keys.nbytes + state.slots.values.nbytes) // 2
-    for most, told in ((bytes_, whole), (2 * bytes_, True), (bytes_ - 1, False)):
-        monkeypatch.setattr(module, "_MOST_ROW", most)
-        launched.clear()
-        policy.update_batched(state, last.keys, last.values, queries=queries)
-        assert (launched == [("token_step_keys", forced)]) == (told and forced != "metal"), (most, launched)
+        kernels = [(name, forced) for name in ("token_attend", "token_finish")]
+        assert (launched == kernels) == (copied and forced != "metal")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +203,7 @@ def test_rows_are_copied_up_to_a_size_half_as_large_for_more_than_two_heads(
     ],
     ids=["shared", "proxy", "contiguous"],
 )
-def test_what_one_launch_cannot_do_is_done_by_several(forced, launched, config):
+def test_what_these_launches_cannot_do_is_done_by_others(forced, launched, config):
     policy = h2o.policy(config)
     stream = grid_stream((8, 1), seed=5)
     first, last = stream
@@ -228,4 +212,4 @@ def test_what_one_launch_cannot_do_is_done_by_several(forced, launched, config):
     launched.clear()
     veloxfn.step(policy, state, last.keys, last.values, last.queries)
     assert launched
-    assert not any(name.startswith("token_step") for name, _ in launched)
+    assert not any(name.startswith("token_") for name, _ in launched)

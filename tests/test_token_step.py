@@ -1,4 +1,4 @@
-"""`ops.token_step` and the methods' steps of one launch: what the several launches give."""
+"""`ops.token_step`, which copies a cache on the way, and the methods' steps by it: what writes into a cache give."""
 
 from types import SimpleNamespace
 
@@ -126,13 +126,13 @@ def assert_same(have, want, dtype, what):
         assert np.allclose(floats(have.output), floats(want.output), rtol=error, atol=error), what
 
 
-# N, n, D, Dv, G: one part and several, odd dimensions, parts that are nearly empty, heads as many as one launch takes.
-SHAPES = [(2, 2, 4, 5, 2), (1, 33, 8, 8, 1), (3, 129, 64, 32, 3), (1, 600, 16, 16, 4), (2, 1025, 8, 16, 8)]
+# N, n, D, Dv, G: one part and several, odd dimensions, parts that are nearly empty, heads of one threadgroup and of two.
+SHAPES = [(2, 2, 4, 5, 2), (1, 33, 8, 8, 1), (3, 129, 64, 32, 3), (1, 600, 16, 16, 12), (2, 1025, 8, 16, 8)]
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_launch_gives_what_several_give(backend, rule, shape):
+def test_a_copy_on_the_way_gives_what_writes_give(backend, rule, shape):
     dtype = (mx.float16, mx.float32, mx.bfloat16)[(len(rule) + shape[1]) % 3]
     a = cache(*shape, dtype, free=1 if shape[1] < 5 else 3)
     before = [np.array(bits(array)) for array in (a.keys, a.values, a.positions, a.mass)]
@@ -141,11 +141,20 @@ def test_one_launch_gives_what_several_give(backend, rule, shape):
     assert all(map(np.array_equal, before, after)), "the old cache changed"
 
 
-@pytest.mark.parametrize("heads", [1, 9])
-def test_more_heads_than_one_launch_takes_are_several(backend, launched, heads):
+@pytest.mark.parametrize(
+    ("rule", "heads", "kernels"),
+    [
+        ("h2o", 9, ["token_attend", "token_finish"]),
+        ("h2o", 129, ["admit", "mass_block", "evict_step"]),
+        ("knorm", 1, ["token_move"]),
+        ("knorm-attend", 1, ["token_attend", "token_finish"]),
+        ("given", 1, ["token_move"]),
+    ],
+)
+def test_two_launches_or_one_and_more_for_more_heads_than_a_kernel_takes(backend, launched, rule, heads, kernels):
     a = cache(2, 40, 8, 8, heads, mx.float32)
-    assert_same(stepped(a, "h2o", backend), on_cpu(a, "h2o"), mx.float32, heads)
-    assert [name for name, _ in launched] == (["token_step"] if heads == 1 else ["admit", "attend", "attend_finish"])
+    assert_same(stepped(a, rule, backend), on_cpu(a, rule), mx.float32, heads)
+    assert [name for name, _ in launched] == kernels
 
 
 def test_equal_keys_lose_the_oldest_and_nan_is_no_protection(backend):

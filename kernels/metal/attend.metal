@@ -1,5 +1,6 @@
 // Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads). LANES lanes of a SIMD
 // group share a slot, so that it takes 32 / LANES slots in a load, U loads at once. evict_step.metal joins the parts.
+// Where CARRIES, keys and values are copied as well, with those of a token that arrives in the first free slot.
 //
 // scratch [N, parts, ..] holds for each row first, for each part and head,
 //   the maximum of its logits; the sum of exp(logit - maximum); the same two of what its mass is made of
@@ -9,9 +10,10 @@
 //   head h or the product is not finite
 //
 // Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, UNIT (a part is so
-// many slots, or a multiple), GROUPS (SIMD groups), LANES, WIDE (elements of one load), SCALE (int, the bits of a float),
-// VALUED, RECEIVES (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED,
-// NOISY, RECIPE (bool): heat and names are made here, for one query.
+// many slots, or a multiple), LANES, WIDE (elements of one load), SCALE (int, the bits of a float), VALUED, RECEIVES
+// (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE
+// (bool): heat and names are made here, for one query; CARRIES; APART (int, dimensions of values that are copied but not
+// attended to, or 0), PACK (int, elements of a load of them).
 
 constexpr int U = HEADS <= 2 ? 4 : 2;  // registers
 constexpr int ROWS = 32 / LANES;
@@ -21,11 +23,12 @@ constexpr int PAIRS = TEMPERED ? (U * HEADS + LANES - 1) / LANES : 1;  // of slo
 const uint row = threadgroup_position_in_grid.x;
 const uint part = threadgroup_position_in_grid.y;
 const uint parts = threadgroups_per_grid.y;
-const uint head_begin = threadgroup_position_in_grid.z * HEADS;
+const uint first = threadgroup_position_in_grid.z * HEADS;
 const uint lane = thread_index_in_simdgroup;
 const uint place = lane % LANES;  // among those of a slot
 const uint line = lane / LANES;
 const uint group = simdgroup_index_in_threadgroup;
+const uint groups = threads_per_threadgroup.x / 32;
 const uint length = positions_shape[1];
 const uint size = keys_shape[1];
 const uint count = COUNT;
@@ -38,9 +41,21 @@ const uint block = 4 + (VALUED ? DV : 0);
 auto blocks = scratch + ulong(row) * parts * heads * (block + (RECEIVES ? each : 0u));
 auto mine = blocks + part * heads * block;
 auto logits = blocks + parts * heads * block;
-threadgroup float group_tops[2 * GROUPS * HEADS];
-threadgroup float group_sums[2 * GROUPS * HEADS];
-threadgroup float group_outputs[GROUPS * DV];
+threadgroup float group_tops[2 * 8 * HEADS];
+threadgroup float group_sums[2 * 8 * HEADS];
+threadgroup float group_outputs[8 * DV];
+threadgroup uint ranks[96];
+
+const uint given = CARRIES ? first_free(positions + row * length, length, ranks, group * 32 + lane, groups * 32) : length;
+const bool carries = CARRIES && first == 0;  // once for all heads
+if (APART > 0 && carries) {
+  const ulong at = (ulong(row) * length + begin) * APART;
+  copy_packed<T, PACK>(values + at, values_out + at, (end - begin) * APART, group * 32 + lane, groups * 32);
+  threadgroup_barrier(mem_flags::mem_device);
+  for (uint d = group * 32 + lane; d < APART && given >= begin && given < end; d += groups * 32) {
+    values_out[(ulong(row) * length + given) * APART + d] = fresh_value[row * APART + d];
+  }
+}
 
 float q[HEADS][C][WIDE];
 float out[HEADS][CV][WIDE];
@@ -49,7 +64,7 @@ float total[HEADS];
 int limit[HEADS];
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
-  const uint head = min(head_begin + h, heads - 1);
+  const uint head = min(first + h, heads - 1);
   for (int c = 0; c < C; c++) {
     for (int w = 0; w < WIDE; w++) {
       const uint d = (c * LANES + place) * WIDE + w;
@@ -71,7 +86,7 @@ uint low[PAIRS];
 uint high[PAIRS];
 float warmth[PAIRS];
 for (int n = 0; TEMPERED && n < PAIRS; n++) {
-  const uint head = min(head_begin + (n * LANES + place) / U, heads - 1);
+  const uint head = min(first + (n * LANES + place) / U, heads - 1);
   warm_top[n] = -INFINITY;
   warm_total[n] = 0.0f;
   low[n] = 0u;
@@ -92,21 +107,31 @@ for (int n = 0; TEMPERED && n < PAIRS; n++) {
   }
 }
 
-for (uint base = begin + group * ROWS * U; base < end; base += GROUPS * ROWS * U) {
+for (uint base = begin + group * ROWS * U; base < end; base += groups * ROWS * U) {
   const uint j = base + line;  // and ROWS further on, U times
   Packed<T, WIDE> k[U][C];
   Packed<T, WIDE> v[U][CV];
   int position[U];
   for (int u = 0; u < U; u++) {
     const uint slot = min(j + u * ROWS, end - 1);
-    auto from = keys + (ulong(row) * size + slot) * D;
+    auto from = either(slot == given, fresh_key + row * D, keys + (ulong(row) * size + slot) * D);
     for (int c = 0; c < C; c++) k[u][c] = load_packed<T, WIDE, D>(from, (c * LANES + place) * WIDE);
-    position[u] = j + u * ROWS < end ? positions[row * length + slot] : -1;
+    position[u] = j + u * ROWS < end ? (slot == given ? int(newest[row]) - 1 : int(positions[row * length + slot])) : -1;
   }
   if (VALUED) {
     for (int u = 0; u < U; u++) {
-      auto from = values + (ulong(row) * size + min(j + u * ROWS, end - 1)) * DV;
+      const uint slot = min(j + u * ROWS, end - 1);
+      auto from = either(slot == given, fresh_value + row * DV, values + (ulong(row) * size + slot) * DV);
       for (int c = 0; c < CV; c++) v[u][c] = load_packed<T, WIDE, DV>(from, (c * LANES + place) * WIDE);
+    }
+  }
+  for (int u = 0; u < U && carries; u++) {
+    if (j + u * ROWS < end) {
+      const ulong slot = ulong(row) * length + j + u * ROWS;
+      for (int c = 0; c < C; c++) store_packed<T, WIDE, D>(keys_out + slot * D, (c * LANES + place) * WIDE, k[u][c]);
+      for (int c = 0; VALUED && c < CV; c++) {
+        store_packed<T, WIDE, DV>(values_out + slot * DV, (c * LANES + place) * WIDE, v[u][c]);
+      }
     }
   }
   float x[U][HEADS];
@@ -145,8 +170,8 @@ for (uint base = begin + group * ROWS * U; base < end; base += GROUPS * ROWS * U
     }
     for (int u = 0; RECEIVES && !TEMPERED && u < U; u++) {
       const uint slot = j + u * ROWS;
-      if (place == uint(u % LANES) && slot < end && head_begin + h < heads) {
-        logits[(head_begin + h) * parts * each + slot] = x[u][h];
+      if (place == uint(u % LANES) && slot < end && first + h < heads) {
+        logits[(first + h) * parts * each + slot] = x[u][h];
       }
     }
   }
@@ -166,7 +191,7 @@ for (uint base = begin + group * ROWS * U; base < end; base += GROUPS * ROWS * U
       warm_total[n] = warm_total[n] * exp(warm_top[n] - highest) + exp(warm - highest);
       warm_top[n] = highest;
     }
-    const uint head = head_begin + pair / U, slot = j + pair % U * ROWS;
+    const uint head = first + pair / U, slot = j + pair % U * ROWS;
     if (RECEIVES && pair < uint(U * HEADS) && slot < end && head < heads) logits[head * parts * each + slot] = warm;
   }
 }
@@ -202,27 +227,27 @@ for (int h = 0; h < HEADS; h++) {
   if (lane == 0) {
     group_tops[group * HEADS + h] = top[h];
     group_sums[group * HEADS + h] = total[h];
-    group_tops[(GROUPS + group) * HEADS + h] = TEMPERED ? most : top[h];
-    group_sums[(GROUPS + group) * HEADS + h] = TEMPERED ? sum : total[h];
+    group_tops[(8 + group) * HEADS + h] = TEMPERED ? most : top[h];
+    group_sums[(8 + group) * HEADS + h] = TEMPERED ? sum : total[h];
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
 for (int h = 0; h < HEADS; h++) {
-  if (head_begin + h < heads) {
+  if (first + h < heads) {
     float highest = -INFINITY;
-    for (uint g = 0; g < GROUPS; g++) highest = max(highest, group_tops[g * HEADS + h]);
+    for (uint g = 0; g < groups; g++) highest = max(highest, group_tops[g * HEADS + h]);
     if (group == 0 && lane < 2) {
       // Lane 1 does so for the mass.
       float most = -INFINITY;
-      for (uint g = GROUPS * lane; g < GROUPS * lane + GROUPS; g++) most = max(most, group_tops[g * HEADS + h]);
+      for (uint g = 8 * lane; g < 8 * lane + groups; g++) most = max(most, group_tops[g * HEADS + h]);
       float sum = 0.0f;
-      for (uint g = GROUPS * lane; g < GROUPS * lane + GROUPS; g++) {
+      for (uint g = 8 * lane; g < 8 * lane + groups; g++) {
         const float one = group_sums[g * HEADS + h];
         if (one > 0.0f) sum += one * exp(group_tops[g * HEADS + h] - most);
       }
-      mine[(head_begin + h) * block + 2 * lane] = most;
-      mine[(head_begin + h) * block + 2 * lane + 1] = sum;
+      mine[(first + h) * block + 2 * lane] = most;
+      mine[(first + h) * block + 2 * lane + 1] = sum;
     }
     if (VALUED) {
       const float kept = total[h] > 0.0f ? exp(top[h] - highest) : 0.0f;
@@ -233,10 +258,10 @@ for (int h = 0; h < HEADS; h++) {
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (uint d = group * 32 + lane; d < DV; d += GROUPS * 32) {
+      for (uint d = group * 32 + lane; d < DV; d += groups * 32) {
         float joined = 0.0f;
-        for (uint g = 0; g < GROUPS; g++) joined += group_outputs[g * DV + d];
-        mine[(head_begin + h) * block + 4 + d] = joined;
+        for (uint g = 0; g < groups; g++) joined += group_outputs[g * DV + d];
+        mine[(first + h) * block + 4 + d] = joined;
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

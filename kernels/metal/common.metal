@@ -19,6 +19,16 @@ struct Same {
   }
 };
 
+template <typename P>
+inline P either(bool first, P one, P other) {
+  return first ? one : other;
+}
+
+template <typename P>
+inline P either(bool, Absent, P other) {
+  return other;
+}
+
 template <typename T, int n>
 inline Held<T, n> load_held(Absent) {
   return Held<T, n>{};
@@ -94,6 +104,17 @@ inline Rank lowest(Rank mine, P shared, uint lane, uint lanes) {
   best = simd_lowest(best);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   return best;
+}
+
+// The first free slot of a row, which has one, to all lanes. `shared` is a threadgroup array of 96 uint.
+template <typename P, typename S>
+inline uint first_free(P positions, uint length, S shared, uint lane, uint lanes) {
+  Rank mine = last_rank();
+  for (uint j = lane; j < length; j += lanes) {
+    const Rank other = Rank{positions[j] < 0 ? 0u : 1u, 0u, j};
+    if (below(other, mine)) mine = other;
+  }
+  return lowest(mine, shared, lane, lanes).slot;
 }
 
 // The sum of a threadgroup, to all lanes. `shared` is a threadgroup array of 32 float; a barrier comes first, so it can be

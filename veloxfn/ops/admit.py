@@ -26,6 +26,7 @@ __all__ = [
     "admit",
     "columns_of",
     "entries_of",
+    "losing",
     "reference",
 ]
 
@@ -74,6 +75,17 @@ class Loss(NamedTuple):
     keep_low: bool  # by its negative
     sink: int
     recent: int
+
+
+def losing(loses: Loss | None) -> Template:
+    """The kernel's constants of a loss."""
+    return {
+        "LOSES": loses is not None,
+        "RANKED": loses is not None and loses.ranked,
+        "KEEP_LOW": loses is not None and loses.keep_low,
+        "SINK": 0 if loses is None else loses.sink,
+        "RECENT": 0 if loses is None else loses.recent,
+    }
 
 
 class Admitted(NamedTuple):
@@ -136,12 +148,9 @@ def admit(
             "DIMS": 1 if keys is None else keys.shape[2],
             "T": mx.float32 if keys is None else keys.dtype,
             "TURNED": rotations is not None,
-            "LOSES": loses is not None,
-            "RANKED": loses is not None and loses.ranked,
-            "KEEP_LOW": loses is not None and loses.keep_low,
-            "SINK": 0 if loses is None else loses.sink,
-            "RECENT": 0 if loses is None else loses.recent,
+            **losing(loses),
             "SLOTS": slots,
+            "TELLS": True,
             "CARRIES": False,
             **dict.fromkeys(("VALUE_DIMS", "KEY_PACK", "VALUE_PACK"), 1),
         },

@@ -29,6 +29,8 @@ KERNEL = Kernel(
     "attend",
     ("queries", "keys", "values", "positions", "until", "arrived", *_TEMPER_INPUTS),
     ("scratch",),
+    absent=("fresh_key", "fresh_value"),  # token_step's
+    unmade=("keys_out", "values_out"),
 )
 KEYS_ALONE = KERNEL._replace(
     name="attend_keys",
@@ -92,7 +94,7 @@ def attend(
         newest = mx.max(positions, axis=1, keepdims=True)
         until = newest - (count - 1) + numbers(count)
     backend = backend_for(backend)
-    if backend != "reference" and _fits(queries, keys, values):
+    if backend != "reference" and fits(queries, keys, values):
         parts = _parts(queries, keys, values, positions, until, scale, temper, None, backend)
         return cast("tuple[mx.array, mx.array]", combine(parts, positions, backend))
     if until is None:
@@ -222,7 +224,7 @@ def attend_step(
     if values is None and scale is not None:
         raise ValueError(f"scale is for the output, which values=None does without, got scale={scale}")
     backend = backend_for(backend)
-    if backend == "reference" or not _fits(queries, keys, values):
+    if backend == "reference" or not fits(queries, keys, values):
         until = None
         if values is None or arrived is not None:
             until = constant(_EVERY_POSITION, (rows, 1), mx.int32)
@@ -254,14 +256,14 @@ def visible_mass(
     backend: str,
 ) -> mx.array | None:
     """`attention_mass` of a few queries by the kernels of `attend`, without an output; None where they do not fit."""
-    if not _fits(queries, keys, None):
+    if not fits(queries, keys, None):
         return None
     scale = queries.shape[3] ** -0.5
     parts = _parts(queries, keys, None, positions, until, scale, temper, weights, backend)
     return combine(parts, positions, backend)[1]
 
 
-def _fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
+def fits(queries: mx.array, keys: mx.array, values: mx.array | None) -> bool:
     _, groups, count, dim = queries.shape
     wide = 1 if values is None else values.shape[2]
     alike = queries.dtype == keys.dtype and (values is None or values.dtype == keys.dtype)
@@ -297,7 +299,14 @@ def _parts(
             *tempering(temper, rows, groups * count, count),
         ],
         [plan.scratch],
-        template={**plan.template, "LIMITED": until is not None, "GUARDED": arrived is not None},
+        template={
+            **plan.template,
+            "LIMITED": until is not None,
+            "GUARDED": arrived is not None,
+            "CARRIES": False,
+            "APART": 0,
+            "PACK": 1,
+        },
         groups=(rows, plan.parts, plan.chunks),
         threads=LANES,
     )
@@ -331,8 +340,6 @@ def plan_of(
     attended: bool,
     temper: Temper | None,
     scale: float,
-    most: int = _MOST_PARTS,
-    threads: int = LANES,
 ) -> Plan:
     """The plan for `heads` queries, `count` of each query head, of so many rows.
 
@@ -347,13 +354,13 @@ def plan_of(
         attended: whether the mass is asked for.
         temper: of its logits.
         scale: of the products.
-        most: parts of a row.
-        threads: of a threadgroup.
     """
-    together = heads_together(heads, dim, wide or 1)
+    together = 1
+    while together < min(heads, 8 if max(dim, wide or 1) <= 128 else 4):
+        together *= 2
     chunks = -(-heads // together)
     units = max(1, -(-length // UNIT))
-    parts = max(1, min(most, -(-_GROUPS // (rows * chunks)), units))
+    parts = parts_of(rows * chunks, units)
     slots = -(-units // parts) * UNIT
     parts = max(1, -(-length // slots))
     block = 4 + (wide or 0) + (slots if attended else 0)
@@ -371,7 +378,6 @@ def plan_of(
             "D": dim,
             "RECEIVES": attended,
             "HEADS": together,
-            "GROUPS": threads // 32,
             "LANES": lanes,
             "WIDE": width,
             "SCALE": bits(scale),
@@ -383,12 +389,9 @@ def plan_of(
     )
 
 
-def heads_together(heads: int, dim: int, wide: int) -> int:
-    """Queries that one threadgroup takes at once."""
-    together = 1
-    while together < min(heads, 8 if max(dim, wide) <= 128 else 4):
-        together *= 2
-    return together
+def parts_of(rows: int, units: int) -> int:
+    """Threadgroups, one of which takes a unit at least, for each of so many rows."""
+    return max(1, min(_MOST_PARTS, -(-_GROUPS // rows), units))
 
 
 def _lanes(dim: int, together: int, size: int) -> tuple[int, int]:

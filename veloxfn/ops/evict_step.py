@@ -21,6 +21,7 @@ from veloxfn.ops.weakest import reference as weakest
 __all__ = [
     "COMBINE",
     "FINISH",
+    "JOINING",
     "KERNEL",
     "NO_PARTS",
     "UNIT",
@@ -47,7 +48,7 @@ FINISH = KERNEL._replace(name="attend_finish", bodies=(Body("evict_step"),))
 COMBINE = KERNEL._replace(name="attend_combine", bodies=(Body("evict_step"),))
 
 UNIT = 128  # slots: a part has so many, or a multiple
-_JOINING = 256  # threads that join parts, at least
+JOINING = 256  # threads that join parts, at least
 
 
 class Parts(NamedTuple):
@@ -200,7 +201,7 @@ def stepped(
                 "SLOTS": slots,
             },
             groups=(positions.shape[0], 1, 1),
-            threads=lanes if parts is None else max(lanes, _JOINING),
+            threads=lanes if parts is None else max(lanes, JOINING),
         )
     )
     if stores:
@@ -228,7 +229,7 @@ def combine(parts: Parts, positions: mx.array, backend: str) -> tuple[mx.array |
             "ATTENDED": True,
         },
         groups=(positions.shape[0], 1, 1),
-        threads=max(lanes, _JOINING),
+        threads=max(lanes, JOINING),
     )
     return (output[0] if output else None), attention
 

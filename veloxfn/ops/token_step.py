@@ -1,7 +1,8 @@
 """One token into a full cache and another out of it: bookkeeping, write, attention, eviction.
 
-On a GPU one launch: a threadgroup copies its row, with the arrival in the slot that was free, attends to it and lets go
-of the weakest slot. That pays where rows are short, and launches cost the host more than bytes cost the GPU.
+On a GPU a small cache is copied on the way, with the arrival in the slot that was free. So what attends to it has no
+need to wait for writes into it: two launches, one where no attention decides. That pays where launches cost the host
+more than bytes cost the GPU.
 """
 
 from __future__ import annotations
@@ -13,64 +14,65 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from veloxfn import checks
-from veloxfn.ops.admit import Columns, Entry, KeyNorm, admit, checked, columns_of
-from veloxfn.ops.attend import attend_step, heads_together, plan_of, tempering
+from veloxfn.ops.admit import Columns, Entry, KeyNorm, Loss, admit, checked, columns_of, losing
+from veloxfn.ops.attend import LANES, attend_step, fits, parts_of, plan_of, tempering
 from veloxfn.ops.attention_mass import Temper
 from veloxfn.ops.constants import NO_SCHEDULE, Schedule
-from veloxfn.ops.evict_step import NO_PARTS, UNIT, Rule, evict_step
-from veloxfn.ops.launch import Body, Kernel, Output, backend_for, launch
+from veloxfn.ops.evict_step import JOINING, Rule, evict_step
+from veloxfn.ops.launch import MOST_SPREAD, Body, Kernel, backend_for, launch, spread_over
 
-__all__ = ["KERNEL", "KEYS_ALONE", "UNATTENDED", "Moved", "one_launch", "reference", "token_step"]
+__all__ = ["ATTEND", "FINISH", "MOVE", "Moved", "copies", "reference", "token_step"]
 
-_ROW = "threadgroup_position_in_grid.x"
-_ADMITTED = (("positions", "positions_out"),)
-
-
-def _attending(values: str) -> Body:
-    """`attend`, of what `admit` wrote, between whose writes and these reads it has a barrier."""
-    shape = ("keys_shape", "positions_shape")
-    return Body(
-        "attend",
-        (*_ADMITTED, ("keys", "keys_out"), ("values", values), shape, ("newest", f"Same{{int(seen[{_ROW}]) + 1}}")),
-    )
-
-
-_EVICTING = Body(
-    "evict_step",
+_SAME_SEEN = "Same{{int(seen[threadgroup_position_in_grid.x]){}}}"
+ATTEND = Kernel(
+    "token_attend",
     (
-        *_ADMITTED,
-        ("seen", "seen_out"),
-        ("mass", "first_out"),
-        ("mass_out", "first_out"),
-        ("noise", "second_out"),
-        ("counted", f"Same{{int(seen[{_ROW}])}}"),
-        ("scratch_shape", "Same{1}"),  # parts
+        *("queries", "keys", "values", "positions", "heat", "names", "seen", "seed", "streams"),
+        *("fresh_key", "fresh_value"),
     ),
-    behind=True,
+    ("scratch", "keys_out", "values_out"),
+    bodies=(Body("attend", (("newest", _SAME_SEEN.format(" + 1")),)),),
+    absent=("until", "arrived"),
 )
-_ADMITTING = ("positions", "seen", "first", "second", "first_fresh", "second_fresh", "fresh_keys", "seed", "streams")
-KERNEL = Kernel(
-    "token_step",
-    (*_ADMITTING, "old_keys", "old_values", "fresh_values", "queries", "heat", "names"),
-    ("keys_out", "values_out", "positions_out", "seen_out", "first_out", "second_out", "scratch", "output"),
-    bodies=(Body("admit"), _attending("values_out"), _EVICTING),
-    absent=("rotations", "until", "arrived", "attention", "tau", "weights"),
+FINISH = Kernel(
+    "token_finish",
+    (
+        *("positions", "seen", "first", "second", "first_fresh", "second_fresh", "fresh_keys", "seed", "streams"),
+        "scratch",
+    ),
+    ("positions_out", "seen_out", "first_out", "second_out", "output"),
+    bodies=(
+        Body("admit"),
+        Body(
+            "evict_step",
+            (
+                ("positions", "positions_out"),
+                ("seen", "seen_out"),
+                ("mass", "first_out"),
+                ("mass_out", "first_out"),
+                ("noise", "second_out"),
+                ("counted", _SAME_SEEN.format("")),
+            ),
+            behind=True,
+        ),
+    ),
+    absent=("rotations", "arrived", "attention", "tau", "weights", "old_keys", "old_values", "fresh_values"),
+    unmade=("slot", "rotations_out", "keys_out", "values_out"),
+    most=MOST_SPREAD,
+    alone=True,
+)
+MOVE = Kernel(
+    "token_move",
+    (*FINISH.inputs[:-1], "old_keys", "old_values", "fresh_values"),
+    (*FINISH.outputs[:-1], "keys_out", "values_out"),
+    bodies=(Body("admit"),),
+    absent=("rotations",),
     unmade=("slot", "rotations_out"),
-    most=512,
-)
-KEYS_ALONE = KERNEL._replace(name="token_step_keys", bodies=(Body("admit"), _attending("keys_out"), _EVICTING))
-UNATTENDED = KERNEL._replace(
-    name="token_step_unattended",
-    inputs=KERNEL.inputs[:-3],
-    bodies=(Body("admit"), _EVICTING),
+    most=MOST_SPREAD,
 )
 
-_MOST_BYTES = 20 * 2**20  # of keys and values, that are copied
-_MOST_ROW = 264 * 2**10  # of one row, by one threadgroup
-_MOST_HEADS = 2  # with so many bytes of a row; half as many with more
-_MOST_DIM = 256
-_LANES = 512
-_MOST_SLOTS = 8  # of a lane at a time
+_MOST_BYTES = 33 * 2**20  # of keys and values, that are copied
+_LEAST_PART = 2**14  # bytes that a threadgroup copies, about
 
 
 class _Before(NamedTuple):
@@ -156,7 +158,8 @@ def token_step(
         attended: whether the masses take in the attention.
         sink: first arrivals that are protected.
         recent: last arrivals that are protected.
-        backend: see `veloxfn.ops.launch.backend_for`. On a GPU one launch where `one_launch` says so, else several.
+        backend: see `veloxfn.ops.launch.backend_for`. On a GPU two launches, without queries one, which copy keys and
+            values; several where the kernels do not take the shapes, the columns or the rule.
 
     Raises:
         ValueError: a wrong shape, an output without queries, or a schedule without a second column.
@@ -184,65 +187,106 @@ def token_step(
     backend = backend_for(backend)
     before = _Before(keys, values, positions, seen, columns, fresh_keys, fresh_values, queries)
     how = _How(output, scale, temper, decay, per_query, schedule, keep_low, attended, sink, recent)
-    if backend != "reference" and _fits(keys, values, queries) and (taken := _taken(before, how)) is not None:
-        return _whole(before, how, taken, backend)
-    return reference(before, how, backend)
+    taken = None if backend == "reference" else _taken(before, how)
+    if taken is None:
+        return reference(before, how, backend)
+    return _moved(before, how, taken, backend) if queries is None else _attended(before, how, taken, backend)
 
 
-def one_launch(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
-    """Whether a cache of such keys [N, n, D] and values is to be copied by one launch, not written into by several.
+def copies(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
+    """Whether a cache of such keys [N, n, D] and values is copied on the way, not written into.
 
     Nowhere but on CUDA (and where it is emulated).
     """
-    size = keys.nbytes + values.nbytes
-    several = queries is not None and queries.shape[1] > _MOST_HEADS
-    small = size <= _MOST_BYTES and size <= (_MOST_ROW // 2 if several else _MOST_ROW) * keys.shape[0]
-    return backend_for(None) in ("cuda", "host") and small and _fits(keys, values, queries)
+    return (
+        backend_for(None) in ("cuda", "host")
+        and keys.nbytes + values.nbytes <= _MOST_BYTES
+        and _fits(keys, values, queries)
+    )
 
 
 def _fits(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
-    dim, wide = keys.shape[2], values.shape[2]
-    if not (0 < dim <= _MOST_DIM and 0 < wide <= _MOST_DIM and keys.dtype == values.dtype):
-        return False
-    if queries is None:
-        return True
-    heads = queries.shape[1]
-    return heads > 0 and queries.dtype == keys.dtype and heads <= heads_together(heads, dim, wide)
+    if queries is not None:
+        return queries.shape[1] > 0 and fits(queries, keys, values)
+    return keys.shape[2] > 0 and values.shape[2] > 0 and keys.dtype == values.dtype
 
 
 def _taken(before: _Before, how: _How) -> Columns | None:
-    """The columns as the kernel takes them; None where it does not: it has one schedule, and norms of the one key."""
+    """The columns as the kernels take them; None where they do not: without attention they rank by a column or age."""
+    if not _fits(before.keys, before.values, before.queries):
+        return None
+    if before.queries is None and (how.decay != 1.0 or how.per_query or how.schedule is not None):
+        return None
     norms = all(entry.keys is before.fresh_keys for _, entry in before.columns if isinstance(entry, KeyNorm))
-    return columns_of(before.columns) if norms and (how.schedule is None or how.temper is None) else None
+    return columns_of(before.columns) if norms else None
 
 
-def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
-    """In one launch."""
-    keys, values, positions, seen, columns, fresh_keys, fresh_values, queries = before
+def _moved(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
+    """Without attention: one launch, in which all threadgroups of a row find what comes and goes, and copy a part."""
+    keys, values, positions, seen, columns, fresh_keys, fresh_values, _ = before
     rows, length, dim = keys.shape
-    wide, attended = values.shape[2], how.attended and queries is not None
-    draws = taken.inputs[5:]  # seed and streams
-    template: dict[str, int | bool | mx.Dtype] = {**NO_PARTS, **(how.schedule or NO_SCHEDULE).template, "UNIT": UNIT}
-    scratch: Output | None = None
-    output: Output | None = None
-    asked: list[mx.array | None] = []
-    kernel = UNATTENDED
-    if queries is not None:
-        kernel = KERNEL if how.output else KEYS_ALONE
-        heads = queries.shape[1]
-        scale = dim**-0.5 if how.scale is None else how.scale
-        plan = plan_of(
-            rows, heads, 1, dim, wide if how.output else None, length, keys.dtype, attended, how.temper, scale, 1, _LANES
-        )
-        scratch = plan.scratch
-        output = ((rows, heads, 1, wide), queries.dtype) if how.output else None
-        template |= {**plan.joining, **plan.template, "WEIGHTED": False, "LIMITED": False, "GUARDED": False}
-        heat, names, _, seed, streams = tempering(how.temper, rows, heads, 1)
-        asked = [queries, heat, names]
-        if how.schedule is not None:
-            template |= how.schedule.template
-        draws = draws if seed is None else [seed, streams]
-    decays = how.decay != 1.0
+    lanes, slots = spread_over(length)
+    least = length * (keys.shape[2] + values.shape[2]) * keys.dtype.size // _LEAST_PART
+    made = launch(
+        MOVE,
+        backend,
+        [positions, seen, *taken.inputs[:4], fresh_keys, *taken.inputs[5:], keys, values, fresh_values],
+        [
+            (positions.shape, mx.int32),
+            (seen.shape, mx.int32),
+            *taken.outputs,
+            (keys.shape, keys.dtype),
+            (values.shape, values.dtype),
+        ],
+        template={
+            **taken.template,
+            **losing(Loss(bool(columns), how.keep_low, how.sink, how.recent)),
+            "SLOTS": slots,
+            "TURNED": False,
+            "TELLS": False,
+            "CARRIES": True,
+            "T": keys.dtype,
+            "DIMS": dim,
+            "VALUE_DIMS": values.shape[2],
+            "KEY_PACK": _pack(dim, keys.dtype),
+            "VALUE_PACK": _pack(values.shape[2], keys.dtype),
+        },
+        groups=(rows, parts_of(rows, least), 1),
+        threads=lanes,
+    )
+    left, after, *kept, keys, values = made
+    return Moved(keys, values, left, after, tuple(kept), None)
+
+
+def _attended(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
+    """The launches of `attend_step`: the first copies the parts of a row that it attends to, the second admits."""
+    keys, values, positions, seen, columns, fresh_keys, fresh_values, queries = before
+    assert queries is not None
+    rows, length, dim = keys.shape
+    wide, heads = values.shape[2], queries.shape[1]
+    scale = dim**-0.5 if how.scale is None else how.scale
+    shown = wide if how.output else None
+    plan = plan_of(rows, heads, 1, dim, shown, length, keys.dtype, how.attended, how.temper, scale)
+    heat, names, _, seed, streams = tempering(how.temper, rows, heads, 1)
+    now = None if how.temper is None else seen
+    scratch, keys, values = launch(
+        ATTEND,
+        backend,
+        [queries, keys, values, positions, heat, names, now, seed, streams, fresh_keys, fresh_values],
+        [plan.scratch, (keys.shape, keys.dtype), (values.shape, values.dtype)],
+        template={
+            **plan.template,
+            "LIMITED": False,
+            "GUARDED": False,
+            "CARRIES": True,
+            "APART": 0 if how.output else wide,
+            "PACK": _pack(wide, keys.dtype),
+        },
+        groups=(rows, plan.parts, plan.chunks),
+        threads=LANES,
+    )
+    norm = taken.inputs[4]
+    lanes, slots = spread_over(length)
     rule = Rule(
         None,
         how.decay,
@@ -256,55 +300,45 @@ def _whole(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
     )
     made = iter(
         launch(
-            kernel,
+            FINISH,
             backend,
-            [positions, seen, *taken.inputs[:4], fresh_keys, *draws, keys, values, fresh_values, *asked],
+            [positions, seen, *taken.inputs, scratch],
             [
-                (keys.shape, keys.dtype),
-                (values.shape, values.dtype),
                 (positions.shape, mx.int32),
                 (seen.shape, mx.int32),
                 *taken.outputs,
-                scratch,
-                output,
+                ((rows, heads, 1, wide), queries.dtype) if how.output else None,
             ],
             template={
-                **template,
                 **taken.template,
+                **plan.joining,
+                **(how.schedule or NO_SCHEDULE).template,
+                **losing(None),
                 **rule.template(
-                    massive=bool(columns), attended=attended, stores=bool(columns) and (attended or decays)
+                    massive=bool(columns),
+                    attended=how.attended,
+                    stores=bool(columns) and (how.attended or how.decay != 1.0),
                 ),
-                "T": keys.dtype,
-                "DIMS": dim,
-                "VALUE_DIMS": wide,
-                "KEY_PACK": _pack(dim, keys.dtype),
-                "VALUE_PACK": _pack(wide, keys.dtype),
+                "SLOTS": slots,
                 "TURNED": False,
-                "LOSES": False,
-                "RANKED": False,
-                "CARRIES": True,
-                "SLOTS": _slots(length),
+                "WEIGHTED": False,
+                "TELLS": False,
+                "CARRIES": False,
+                "DIMS": 1 if norm is None else norm.shape[2],
+                **dict.fromkeys(("VALUE_DIMS", "KEY_PACK", "VALUE_PACK"), 1),
             },
             groups=(rows, 1, 1),
-            threads=_LANES,
+            threads=max(lanes, JOINING),
         )
     )
-    keys, values, positions, seen = (next(made) for _ in range(4))
+    left, after = next(made), next(made)
     kept = tuple(next(made) for _ in columns)
-    if scratch is not None:
-        next(made)
-    return Moved(keys, values, positions, seen, kept, next(made, None))
+    return Moved(keys, values, left, after, kept, next(made, None))
 
 
 def _pack(dims: int, dtype: mx.Dtype) -> int:
     """Elements of a load of 16 bytes at most, which divide the dimensions."""
     return math.gcd(dims, 16 // dtype.size)
-
-
-def _slots(length: int) -> int:
-    """Slots that a lane has at a time, for rounds alike."""
-    rounds = -(-length // (_MOST_SLOTS * _LANES))
-    return max(1, -(-length // (rounds * _LANES)))
 
 
 def reference(before: _Before, how: _How, backend: str = "reference") -> Moved:
