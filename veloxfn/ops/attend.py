@@ -303,6 +303,7 @@ def _parts(
             **plan.template,
             "LIMITED": until is not None,
             "GUARDED": arrived is not None,
+            "ARRIVES": False,
             "CARRIES": False,
             "APART": 0,
             "PACK": 1,
