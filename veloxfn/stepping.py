@@ -1,4 +1,4 @@
-"""A token into a full cache and another out of it, in launches of their own."""
+"""A token into a full cache and another out of it, in the few launches of a cache that is small enough to be copied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 from veloxfn import checks, ops
 from veloxfn.base import Retention, Slots, State
 from veloxfn.disposal import drop
-from veloxfn.ops.token_step import moves
+from veloxfn.ops.token_step import copies
 from veloxfn.placement import Absolute
 from veloxfn.retention import Ranking
 from veloxfn.slots import with_columns, with_slots
@@ -40,7 +40,7 @@ def moved(
     output: bool = False,
     scale: float | None = None,
 ) -> tuple[mx.array | None, S] | None:
-    """`absorb`, attention and `evict` of one token by `ops.token_step`; None where that has no launches of its own.
+    """`absorb`, attention and `evict` of one token by `ops.token_step`; None where the cache is not to be copied.
 
     What is None here is also what `absorb` and `evict` are to refuse.
 
@@ -72,7 +72,7 @@ def moved(
         return None
     if queries is not None and not (queries.ndim == 4 and queries.shape == (rows, queries.shape[1], 1, keys.shape[2])):
         return None
-    if not moves(slots.keys, slots.values, queries):
+    if not copies(slots.keys, slots.values, queries):
         return None
     checks.block(slots, keys, values, valid)
     # What the ranking looks at: the state once the token is there, as far as it is known before.

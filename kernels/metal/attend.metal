@@ -1,7 +1,6 @@
 // Attention of a few queries over one part of a row's slots: a threadgroup per (row, part, heads). LANES lanes of a SIMD
 // group share a slot, so that it takes 32 / LANES slots in a load, U loads at once. evict_step.metal joins the parts.
-// Where ARRIVES, a token is in the first free slot that `positions` does not tell of. Where CARRIES, it is not there yet:
-// keys and values are copied, with those of the token.
+// Where CARRIES, keys and values are copied as well, with those of a token that arrives in the first free slot.
 //
 // scratch [N, parts, ..] holds for each row first, for each part and head,
 //   the maximum of its logits; the sum of exp(logit - maximum); the same two of what its mass is made of
@@ -13,7 +12,7 @@
 // Head h = g * COUNT + t is query t of query head g. Template: T (type), D, DV, HEADS, COUNT, UNIT (a part is so
 // many slots, or a multiple), LANES, WIDE (elements of one load), SCALE (int, the bits of a float), VALUED, RECEIVES
 // (whether the mass is asked for), LIMITED (by `until`), GUARDED (a padded arrival sees nothing), TEMPERED, NOISY, RECIPE
-// (bool): heat and names are made here, for one query; ARRIVES, CARRIES; APART (int, dimensions of values that are copied but not
+// (bool): heat and names are made here, for one query; CARRIES; APART (int, dimensions of values that are copied but not
 // attended to, or 0), PACK (int, elements of a load of them).
 
 constexpr int U = HEADS <= 2 ? 4 : 2;  // registers
@@ -47,7 +46,7 @@ threadgroup float group_sums[2 * 8 * HEADS];
 threadgroup float group_outputs[8 * DV];
 threadgroup uint ranks[96];
 
-const uint given = ARRIVES ? first_free(positions + row * length, length, ranks, group * 32 + lane, groups * 32) : length;
+const uint given = CARRIES ? first_free(positions + row * length, length, ranks, group * 32 + lane, groups * 32) : length;
 const bool carries = CARRIES && first == 0;  // once for all heads
 if (APART > 0 && carries) {
   const ulong at = (ulong(row) * length + begin) * APART;

@@ -303,7 +303,6 @@ def _parts(
             **plan.template,
             "LIMITED": until is not None,
             "GUARDED": arrived is not None,
-            "ARRIVES": False,
             "CARRIES": False,
             "APART": 0,
             "PACK": 1,

@@ -1,8 +1,8 @@
 """One token into a full cache and another out of it: bookkeeping, write, attention, eviction.
 
-On CUDA a small cache is copied on the way, with the arrival in the slot that was free, so that nothing waits for writes
-into it: two launches, one where no attention decides. That pays where launches cost the host more than bytes cost the
-GPU. A larger one is written into first: five launches, three where no attention decides.
+On a GPU a small cache is copied on the way, with the arrival in the slot that was free. So what attends to it has no
+need to wait for writes into it: two launches, one where no attention decides. That pays where launches cost the host
+more than bytes cost the GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from veloxfn.ops.constants import NO_SCHEDULE, Schedule
 from veloxfn.ops.evict_step import JOINING, Rule, evict_step
 from veloxfn.ops.launch import MOST_SPREAD, Body, Kernel, backend_for, launch, spread_over
 
-__all__ = ["ATTEND", "ATTEND_KEYS", "FINISH", "MOVE", "Moved", "moves", "reference", "token_step"]
+__all__ = ["ATTEND", "FINISH", "MOVE", "Moved", "copies", "reference", "token_step"]
 
 _SAME_SEEN = "Same{{int(seen[threadgroup_position_in_grid.x]){}}}"
 ATTEND = Kernel(
@@ -33,11 +33,6 @@ ATTEND = Kernel(
     ("scratch", "keys_out", "values_out"),
     bodies=(Body("attend", (("newest", _SAME_SEEN.format(" + 1")),)),),
     absent=("until", "arrived"),
-)
-ATTEND_KEYS = ATTEND._replace(  # of a cache that was written into, without an output
-    name="token_attend_keys",
-    bodies=(Body("attend", (*ATTEND.bodies[0].aliases, ("values", "keys"))),),
-    inputs=tuple(name for name in ATTEND.inputs if name != "values"),
 )
 FINISH = Kernel(
     "token_finish",
@@ -76,8 +71,7 @@ MOVE = Kernel(
     most=MOST_SPREAD,
 )
 
-_COPYING = ("cuda", "host")
-_MOST_BYTES = 17 * 2**20  # of keys and values, that are copied
+_MOST_BYTES = 33 * 2**20  # of keys and values, that are copied
 _LEAST_PART = 2**14  # bytes that a threadgroup copies, about
 
 
@@ -164,8 +158,8 @@ def token_step(
         attended: whether the masses take in the attention.
         sink: first arrivals that are protected.
         recent: last arrivals that are protected.
-        backend: see `veloxfn.ops.launch.backend_for`. On CUDA a small cache is copied by two launches, without queries
-            by one; else keys and values are written where they are if nobody else holds them.
+        backend: see `veloxfn.ops.launch.backend_for`. On a GPU two launches, without queries one, which copy keys and
+            values; several where the kernels do not take the shapes, the columns or the rule.
 
     Raises:
         ValueError: a wrong shape, an output without queries, or a schedule without a second column.
@@ -196,15 +190,19 @@ def token_step(
     taken = None if backend == "reference" else _taken(before, how)
     if taken is None:
         return reference(before, how, backend)
-    copied = backend in _COPYING and keys.nbytes + values.nbytes <= _MOST_BYTES
-    if queries is not None:
-        return _attended(before, how, taken, backend, copied)
-    return _copied(before, how, taken, backend) if copied else _written(before, how, backend)
+    return _moved(before, how, taken, backend) if queries is None else _attended(before, how, taken, backend)
 
 
-def moves(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
-    """Whether there are launches here that such keys [N, n, D] and values are moved on by: on CUDA, and emulated."""
-    return backend_for(None) in _COPYING and _fits(keys, values, queries)
+def copies(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
+    """Whether a cache of such keys [N, n, D] and values is copied on the way, not written into.
+
+    Nowhere but on CUDA (and where it is emulated).
+    """
+    return (
+        backend_for(None) in ("cuda", "host")
+        and keys.nbytes + values.nbytes <= _MOST_BYTES
+        and _fits(keys, values, queries)
+    )
 
 
 def _fits(keys: mx.array, values: mx.array, queries: mx.array | None) -> bool:
@@ -223,24 +221,7 @@ def _taken(before: _Before, how: _How) -> Columns | None:
     return columns_of(before.columns) if norms else None
 
 
-def _written(before: _Before, how: _How, backend: str) -> Moved:
-    """Without attention: one launch that admits and lets go, and two writes."""
-    loses = Loss(bool(before.columns), how.keep_low, how.sink, how.recent)
-    admitted = admit(before.positions, before.seen, before.columns, loses=loses, backend=backend)
-    keys, values = _put(before, admitted.slot)
-    return Moved(keys, values, admitted.positions, admitted.seen, admitted.columns, None)
-
-
-def _put(before: _Before, slot: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys and values with the arrival in its slot [N, 1]."""
-    index = slot[..., None]
-    return (
-        mx.put_along_axis(before.keys, index, before.fresh_keys, axis=1),
-        mx.put_along_axis(before.values, index, before.fresh_values, axis=1),
-    )
-
-
-def _copied(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
+def _moved(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
     """Without attention: one launch, in which all threadgroups of a row find what comes and goes, and copy a part."""
     keys, values, positions, seen, columns, fresh_keys, fresh_values, _ = before
     rows, length, dim = keys.shape
@@ -277,8 +258,8 @@ def _copied(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
     return Moved(keys, values, left, after, tuple(kept), None)
 
 
-def _attended(before: _Before, how: _How, taken: Columns, backend: str, copied: bool) -> Moved:
-    """The launches of `attend_step`: the first finds the slot, and may copy what it attends to; the second admits."""
+def _attended(before: _Before, how: _How, taken: Columns, backend: str) -> Moved:
+    """The launches of `attend_step`: the first copies the parts of a row that it attends to, the second admits."""
     keys, values, positions, seen, columns, fresh_keys, fresh_values, queries = before
     assert queries is not None
     rows, length, dim = keys.shape
@@ -288,31 +269,22 @@ def _attended(before: _Before, how: _How, taken: Columns, backend: str, copied: 
     plan = plan_of(rows, heads, 1, dim, shown, length, keys.dtype, how.attended, how.temper, scale)
     heat, names, _, seed, streams = tempering(how.temper, rows, heads, 1)
     now = None if how.temper is None else seen
-    if not copied:
-        keys, values = _put(before, mx.argmin(positions, axis=1, keepdims=True))
-    taking = [queries, keys, values, positions, heat, names, now, seed, streams]
-    taking += [fresh_keys, fresh_values] if copied else [None, None]
-    if keys_alone := not (copied or how.output):
-        del taking[2]
-    scratch, *carried = launch(
-        ATTEND_KEYS if keys_alone else ATTEND,
+    scratch, keys, values = launch(
+        ATTEND,
         backend,
-        taking,
-        [plan.scratch, *((array.shape, array.dtype) if copied else None for array in (keys, values))],
+        [queries, keys, values, positions, heat, names, now, seed, streams, fresh_keys, fresh_values],
+        [plan.scratch, (keys.shape, keys.dtype), (values.shape, values.dtype)],
         template={
             **plan.template,
             "LIMITED": False,
             "GUARDED": False,
-            "ARRIVES": True,
-            "CARRIES": copied,
-            "APART": wide if copied and not how.output else 0,
+            "CARRIES": True,
+            "APART": 0 if how.output else wide,
             "PACK": _pack(wide, keys.dtype),
         },
         groups=(rows, plan.parts, plan.chunks),
         threads=LANES,
     )
-    if copied:
-        keys, values = carried
     norm = taken.inputs[4]
     lanes, slots = spread_over(length)
     rule = Rule(
@@ -371,9 +343,11 @@ def _pack(dims: int, dtype: mx.Dtype) -> int:
 
 def reference(before: _Before, how: _How, backend: str = "reference") -> Moved:
     """In several ops, which write keys and values where they are if nobody else holds them."""
-    _, _, positions, seen, columns, _, _, queries = before
+    keys, values, positions, seen, columns, fresh_keys, fresh_values, queries = before
     admitted = admit(positions, seen, columns, backend=backend)
-    keys, values = _put(before, admitted.slot)
+    index = admitted.slot[..., None]
+    keys = mx.put_along_axis(keys, index, fresh_keys, axis=1)
+    values = mx.put_along_axis(values, index, fresh_values, axis=1)
     kept = admitted.columns
     mass = kept[0] if kept else None
     counted = admitted.seen if how.per_query else None
