@@ -54,7 +54,7 @@ class Effort(NamedTuple):
     large: int  # megabytes of the array that the bandwidth is measured on
 
 
-FULL = Effort(5, 10, 3, 16, block=2048, loop=256, prompt=3200, large=4096)
+FULL = Effort(9, 10, 4, 16, block=2048, loop=256, prompt=3200, large=4096)
 QUICK = Effort(2, 2, 1, 2, block=96, loop=32, prompt=120, large=16)
 
 

@@ -177,21 +177,26 @@ def test_one_token_into_a_full_cache_is_two_launches_or_one(forced, launched, na
     assert any(name.startswith("token_") for name, _ in launched) == copied
 
 
-def test_a_cache_too_large_to_be_copied_is_written_into(forced, launched, monkeypatch):
+@pytest.mark.parametrize(
+    ("policy", "times", "kernels"),
+    [
+        (h2o.policy(h2o.Config(budget=5, sink=1, recent=1)), 1, ["token_attend", "token_finish"]),
+        (knorm.policy(knorm.Config(budget=5, sink=1)), 2, ["token_move"]),
+    ],
+    ids=["h2o", "knorm"],
+)
+def test_a_cache_too_large_to_be_copied_is_written_into(forced, launched, monkeypatch, policy, times, kernels):
+    """Without attention half as large a one is."""
     module = importlib.import_module("veloxfn.ops.token_step")  # the package's name for it is the function
-    policy = h2o.policy(h2o.Config(budget=5, sink=1, recent=1))
-    stream = grid_stream((8, 1), seed=5)
-    first, last = stream
-    state = policy.update_batched(
-        policy.init_state(2, 4, 5, dtype=mx.float16), first.keys, first.values, queries=first.queries
-    )
-    bytes_ = state.slots.keys.nbytes + state.slots.values.nbytes
-    for most, copied in ((bytes_, True), (bytes_ - 1, False)):
-        monkeypatch.setattr(module, "_MOST_BYTES", most)
+    first, last = grid_stream((8, 1), seed=5)
+    given = [{"queries": block.queries} if policy.config.needs_queries else {} for block in (first, last)]
+    state = policy.update_batched(policy.init_state(2, 4, 5, dtype=mx.float16), first.keys, first.values, **given[0])
+    most = times * (state.slots.keys.nbytes + state.slots.values.nbytes)
+    for limit, copied in ((most, True), (most - 1, False)):
+        monkeypatch.setattr(module, "_MOST_BYTES", limit)
         launched.clear()
-        policy.update_batched(state, last.keys, last.values, queries=last.queries)
-        kernels = [(name, forced) for name in ("token_attend", "token_finish")]
-        assert (launched == kernels) == (copied and forced != "metal")
+        policy.update_batched(state, last.keys, last.values, **given[1])
+        assert (launched == [(name, forced) for name in kernels]) == (copied and forced != "metal")
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def assert_same(have, want, dtype, what):
         assert np.allclose(floats(have.output), floats(want.output), rtol=error, atol=error), what
 
 
-# N, n, D, Dv, G: one part and several, odd dimensions, parts that are nearly empty, heads of one threadgroup and of two.
+# N, n, D, Dv, G: one part and several, odd dimensions, parts nearly empty, heads of one threadgroup and of two.
 SHAPES = [(2, 2, 4, 5, 2), (1, 33, 8, 8, 1), (3, 129, 64, 32, 3), (1, 600, 16, 16, 12), (2, 1025, 8, 16, 8)]
 
 

@@ -97,8 +97,9 @@ def step(
 ) -> tuple[mx.array, S]:
     """`absorb`, then `attend`: a decoder layer's whole step over its cache.
 
-    One token into a full cache is one launch on an NVIDIA GPU, for H2O, Keyformer, TOVA, K-norm and StreamingLLM, where
-    keys and values are at most 264 KiB a row, with more than two query heads 132 KiB, and 20 MiB in all.
+    One token into a full cache is two launches on an NVIDIA GPU, for H2O, Keyformer, TOVA, K-norm and StreamingLLM,
+    where keys and values are 17 MiB at most. They are copied on the way, so that there are two for a moment; `absorb`,
+    then `attend` writes into them, in five launches.
 
     Args:
         policy: a method with its config bound.
