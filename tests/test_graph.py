@@ -158,8 +158,8 @@ def test_lesson_42_a_thousand_steps_keep_peak_memory_flat(config):
         mx.synchronize()
         held.append(mx.get_active_memory())
         peaks.append(mx.get_peak_memory())
-    # Which of a step's small buffers overlap is up to the scheduler: some 10 kB, while a step needs 200 kB and more. The
-    # smallest array of a step has 256 elements: one kept by each of 250 steps would be 256 kB.
+    # Which of a step's small buffers overlap is up to the scheduler: some 10 kB, while a step needs 200 kB and more.
+    # The smallest array of a step has 256 elements: one kept by each of 250 steps would be 256 kB.
     assert max(held[1:]) - held[0] < 64_000, f"memory grows with the steps: {held}"
     assert max(peaks[1:]) - held[0] <= 1.25 * (peaks[0] - held[0]), peaks
 

@@ -101,8 +101,7 @@ def stepped(a, rule, backend, **more):
         sink=1,
         recent=2,
         backend=backend,
-        **options,
-        **more,
+        **(options | more),
     )
     mx.eval([array for array in made if isinstance(array, mx.array)], made.columns)
     return made
@@ -197,7 +196,8 @@ def test_norms_of_another_key_are_taken_as_they_are_given(backend):
         ({"positions": mx.zeros((2, 40))}, TypeError, "positions must be int32"),
         ({"queries": mx.zeros((2, 1, 3, 8))}, ValueError, "one token, got S = 3"),
         ({"mass": mx.zeros((2, 39))}, ValueError, "column 0 must be"),
-        ({"more": {"scale": -1.0}}, ValueError, "scale"),
+        ({"more": {"scale": -1.0}}, ValueError, "scale must be"),
+        ({"more": {"scale": 1.0, "output": False}}, ValueError, "scale is for the output"),
         ({"more": {"schedule": RISING}}, ValueError, "second column, got 1"),
     ],
 )

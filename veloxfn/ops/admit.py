@@ -30,7 +30,6 @@ __all__ = [
     "reference",
 ]
 
-_CARRIED = ("old_keys", "old_values", "fresh_values"), ("keys_out", "values_out")  # by token_step alone
 KERNEL = Kernel(
     "admit",
     (
@@ -46,8 +45,8 @@ KERNEL = Kernel(
         "rotations",
     ),
     ("slot", "positions_out", "seen_out", "first_out", "second_out", "rotations_out"),
-    absent=_CARRIED[0],
-    unmade=_CARRIED[1],
+    absent=("old_keys", "old_values", "fresh_values"),  # token_step's
+    unmade=("keys_out", "values_out"),
     most=MOST_SPREAD,
 )
 

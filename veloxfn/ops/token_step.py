@@ -149,7 +149,7 @@ def token_step(
         fresh_values: [N, 1, Dv].
         queries: [N, G, 1, D] of that token; None = no attention.
         output: whether the attention's output is asked for.
-        scale: of the products; None = D ** -0.5.
+        scale: of the products; None = D ** -0.5; not given without an output.
         temper: of the logits that the mass is made of; its recipe is for the token once it is there.
         decay: what the masses keep, as for `evict_step`.
         per_query: rank by mass per query that has seen the slot.
@@ -162,7 +162,8 @@ def token_step(
             values; several where the kernels do not take the shapes, the columns or the rule.
 
     Raises:
-        ValueError: a wrong shape, an output without queries, or a schedule without a second column.
+        ValueError: a wrong shape, an output without queries, a scale without an output, or a schedule without a second
+            column.
         TypeError: an array of another type.
     """
     rows, length = checks.slots_of(positions)
@@ -182,6 +183,8 @@ def token_step(
             raise ValueError(f"token_step takes the query of one token, got S = {queries.shape[2]}")
     if scale is not None:
         checks.number("scale", scale, low=0.0)
+        if not output:
+            raise ValueError(f"scale is for the output, which output=False does without, got scale={scale}")
     if schedule is not None and len(columns) < 2:
         raise ValueError(f"a schedule is of the second column, got {len(columns)}")
     backend = backend_for(backend)
@@ -225,8 +228,9 @@ def _unattended(before: _Before, how: _How, taken: Columns, backend: str) -> Mov
     """Without attention: one launch, in which all threadgroups of a row find what comes and goes, and copy a part."""
     keys, values, positions, seen, columns, fresh_keys, fresh_values, _ = before
     rows, length, dim = keys.shape
+    wide = values.shape[2]
     lanes, slots = spread_over(length)
-    least = length * (keys.shape[2] + values.shape[2]) * keys.dtype.size // _LEAST_PART
+    units = length * (dim + wide) * keys.dtype.size // _LEAST_PART
     made = launch(
         MOVE,
         backend,
@@ -247,11 +251,11 @@ def _unattended(before: _Before, how: _How, taken: Columns, backend: str) -> Mov
             "CARRIES": True,
             "T": keys.dtype,
             "DIMS": dim,
-            "VALUE_DIMS": values.shape[2],
+            "VALUE_DIMS": wide,
             "KEY_PACK": _pack(dim, keys.dtype),
-            "VALUE_PACK": _pack(values.shape[2], keys.dtype),
+            "VALUE_PACK": _pack(wide, keys.dtype),
         },
-        groups=(rows, parts_of(rows, least), 1),
+        groups=(rows, parts_of(rows, units), 1),
         threads=lanes,
     )
     left, after, *kept, keys, values = made
@@ -376,7 +380,7 @@ def reference(before: _Before, how: _How, backend: str = "reference") -> Moved:
             admitted.positions,
             admitted.seen,
             mass,
-            scale=how.scale if how.output else None,
+            scale=how.scale,
             temper=how.temper,
             decay=how.decay,
             counted=counted,
