@@ -251,9 +251,19 @@ def test_what_absorb_and_evict_refuse_is_refused(forced, module):
         (token, token, query[..., :3], ValueError),
         (token, token, query[:, :0], ValueError),
         (token, token, query.astype(mx.int32), TypeError),
+        (token[..., 0], token, query, ValueError),
+        (token[None], token, query, ValueError),
+        (token, token[0], query, ValueError),
+        (token, token, query[0], ValueError),
+        ([[[0.0] * 4]], token, query, TypeError),
+        (token, token, [0.0] * 4, TypeError),
+        (token, token, None, (TypeError, ValueError)),
     ):
         with pytest.raises(error):
             veloxfn.step(policy, state, keys, values, queries)
+        if queries is query:
+            with pytest.raises(error):
+                policy.update_batched(state, keys, values, **({"queries": query} if given else {}))
     wrong = {} if given else {"queries": query}
     with pytest.raises(ValueError, match="attention"):
         policy.update_batched(state, token, token, **wrong)

@@ -66,11 +66,14 @@ def moved(
     slots = state.slots
     rows, length = slots.positions.shape
     full = length == slots.keys.shape[1] == config.budget + 1 and slots.arrived.shape[1] == 0
-    if not full or keys.shape[1:2] != (1,) or valid is not None or attention is not None:
+    one = isinstance(keys, mx.array) and keys.ndim == 3 and keys.shape[1] == 1
+    if not (full and one) or valid is not None or attention is not None:
         return None
     if config.shared_heads > 1 or not isinstance(config.placement, Absolute):
         return None
-    if queries is not None and not (queries.ndim == 4 and queries.shape == (rows, queries.shape[1], 1, keys.shape[2])):
+    if queries is not None and not (isinstance(queries, mx.array) and queries.ndim == 4):
+        return None
+    if queries is not None and queries.shape != (rows, queries.shape[1], 1, keys.shape[2]):
         return None
     if not copies(slots.keys, slots.values, queries):
         return None
