@@ -38,8 +38,8 @@ def nodes(array):
 
 class TestTenThousandTokens:
     def test_neither_memory_nor_work_nor_objects_grow(self, tiny, caches_of):
-        model = tiny(num_hidden_layers=2)
-        caches = caches_of(model, budget=64)
+        model, budget = tiny(num_hidden_layers=2), 512
+        caches = caches_of(model, budget=budget)
         token, held, taken, objects, work = mx.array([[1]]), [], [], [], []
         for step in range(1, 10_001):
             measured = (step - 1) % 1000 >= 1000 - 128
@@ -56,15 +56,16 @@ class TestTenThousandTokens:
             mx.eval(token)  # as decoding does: the caches' states are never evaluated for themselves
             if measured:
                 taken.append(mx.get_peak_memory() - held[-1])
-        # Which of a step's small buffers are alive together is up to the scheduler, and adds to what the step needs.
+        # Which of a step's small buffers are alive together is up to the scheduler, and adds to what the step needs: 20
+        # kB on a busy machine, where a copy of the cache is 66 kB.
         active, peaks = ([min(each[i : i + 128]) for i in range(0, 1280, 128)] for each in (held, taken))
         assert [cache.offset for cache in caches] == [10_000] * 2
-        assert [cache.tokens_kept for cache in caches] == [64] * 2
+        assert [cache.tokens_kept for cache in caches] == [budget] * 2
         assert len({*work}) == 1, work
         assert work[0] > 20
         row = 2 * 2 * 8 * 4  # keys and values of one token in one layer
         assert max(active) - min(active) < 8 * row, active
-        assert max(peaks) - min(peaks) < 65 * row, peaks
+        assert max(peaks) - min(peaks) < (budget + 1) * row, peaks
         assert max(objects[1:]) - min(objects[1:]) < 1000, objects
 
     def test_the_graph_of_a_step_is_as_large_after_eviction_as_its_budget_says(self, tiny, caches_of, tokens):
