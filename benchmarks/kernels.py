@@ -107,6 +107,7 @@ CONTIGUOUS = Contiguous(Rope(dims=16))
 METHODS = ("h2o", "keyformer additive", "keyformer logit", "knorm", "streaming_llm")
 SEVERAL_LAUNCHES = ("cam", "cam nearest", "snapkv", "h2o contiguous", "streaming_llm contiguous")
 MORE_METHODS = (*SEVERAL_LAUNCHES, "tova", "h2o age-normalised")
+PLAIN_PEER, PLAIN_UPDATE = "peer, not compiled", "update, not compiled"
 PEERS = {"h2o": "h2o", "keyformer additive": "keyformer", "keyformer logit": "keyformer", "knorm": "knorm"}
 
 
@@ -172,7 +173,8 @@ def steps_of(case: Case, effort: Effort, bandwidth: Bandwidth, *, bounds: bool) 
             made = partial(layers.peer, PEERS[case.method], shape, kind, count, **_peer_settings(config))
             for compiled in (True, False):
                 if not (compiled and PEERS[case.method] == "keyformer"):
-                    parties["peer" if compiled else "peer, not compiled"] = made(compiled=compiled)
+                    parties["peer" if compiled else PLAIN_PEER] = made(compiled=compiled)
+            parties[PLAIN_UPDATE] = layers.own(layers.updating, config, shape, kind, count, compiled=False)
         calls = effort.calls if count == 1 else effort.many_calls
         seconds = timing.interleave(dict(parties), rounds=effort.rounds, calls=calls, warmup=3)
         for party in parties.values():
@@ -257,6 +259,7 @@ def _step_rows(
         each["peer, faster form"] = [min(figures) for figures in zip(*(each[name] for name in peers), strict=True)]
         peaks = {**peaks, "peer, faster form": min(peaks[name] for name in peers)}
         yield against("peer / update", "peer, faster form", "update", (AT_LEAST, 8.0) if many else None)
+        yield against("peer / update, as both ship", PLAIN_PEER, PLAIN_UPDATE, (AT_LEAST, 8.0) if many else None)
     yield against("pure MLX / kernels, step", "step, pure MLX", "step")
     for name in ("step", "attend + evict", "update", "attention"):
         spread = timing.spread(each[name])

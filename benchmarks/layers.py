@@ -191,14 +191,16 @@ def own(
     count: int,
     *,
     chained: bool = False,
+    compiled: bool = True,
 ) -> Layers:
-    """Layers of a veloxfn method under one of the steps above, compiled."""
-    state = full_state(config, shape, dtype)
+    """Layers of a veloxfn method under one of the steps above."""
+    state, step = full_state(config, shape, dtype), make(config)
+    step = Traced(step) if compiled else step
     if make in (attending_only, attending_apart):
         block = blocks(shape, 1, dtype, seed=3)[0]
         state = veloxfn.policy(config).absorb(state, block.keys, block.values)
-        return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), advance=False)
-    return Layers(Traced(make(config)), state, count, _inputs(shape, dtype), our_counts, chained=chained)
+        return Layers(step, state, count, _inputs(shape, dtype), advance=False)
+    return Layers(step, state, count, _inputs(shape, dtype), our_counts, chained=chained)
 
 
 def _inputs(shape: Shape, dtype: mx.Dtype) -> list[Block]:

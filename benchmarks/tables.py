@@ -28,6 +28,7 @@ STEP = {
     "(attend, then evict) / attention": "attend, then evict",
     "step / attention": "step",
     "peer / update": "peer / update",
+    "peer / update, as both ship": "as both ship",
     "pure MLX / kernels, step": "pure MLX / step",
     "step / bytes of K and V": "step / bytes",
     "attention / bytes of K and V": "attention / bytes",

@@ -213,6 +213,7 @@ def test_seconds_are_given_per_layer_and_the_faster_peer_counts():
     names = ("step", "attend + evict", "update", "attention", "attention, budget rows", "step, pure MLX")
     seconds = {name: [4.0, 4.0] for name in (*names, "update, pure MLX")}
     seconds |= {"attention": [2.0, 2.0], "peer": [80.0, 20.0], "peer, not compiled": [40.0, 60.0]}
+    seconds["update, not compiled"] = [10.0, 5.0]
     case = Case("h2o", Shape(32, 128, 1, 2048), "float16")
     rows = {
         row.case: row
@@ -222,6 +223,7 @@ def test_seconds_are_given_per_layer_and_the_faster_peer_counts():
     assert (told["value"]["median"], told["target"], told["met"], told["failed"]) == (2.0, "<= 1.3", False, False)
     assert told["seconds"]["attention"]["median"] == 1.0
     assert rows["peer / update"].value == (7.5, 6.25, 8.75, 5.0)
+    assert rows["peer / update, as both ship"].value.median == 8.0
     assert rows["step / bytes of K and V"].value.median == 4.0
 
 
