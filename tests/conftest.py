@@ -6,6 +6,7 @@ import sys
 import mlx.core as mx
 import pytest
 
+from veloxfn import steady
 from veloxfn.ops import launch
 from veloxfn.testing import emulation
 
@@ -21,6 +22,7 @@ _NONE = pytest.param(None, marks=pytest.mark.skip(reason="host needs g++ on Linu
 def backend(request, monkeypatch):
     """A back end for kernels, whose outputs hold NaN before they run."""
     monkeypatch.setattr(launch, "POISON", math.nan)
+    steady.forget()
     return request.param
 
 
@@ -33,7 +35,8 @@ def forced(backend, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(name, back end) of the kernels that ops launch, as they are asked for."""
+    """(name, back end) of the kernels that ops launch, as they are asked for: by every call, none is traced."""
+    monkeypatch.setattr(steady, "TRACING", ())
     names, run = [], launch.launch
 
     def noting(kernel, backend, *given, **more):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from veloxfn import checks, ops
-from veloxfn.base import Policy, State
-from veloxfn.binding import attended_of, entries_of, ranking_of
+from veloxfn.base import Policy, Retention, State
+from veloxfn.binding import attended_of, entries_of, is_own, module_of, ranking_of
 from veloxfn.ops.attend import rescaled
 from veloxfn.reading import candidate_mask
 from veloxfn.retention import attend_and_retire
+from veloxfn.steady import is_steady, traced
 from veloxfn.stepping import Rules, moved
 
 __all__ = ["attend", "step"]
@@ -51,6 +52,20 @@ def attend(
     >>> output.shape, state.slots.positions.shape
     ((2, 1, 20, 4), (2, 9))
     """
+    if is_steady(policy.config, state, queries, absorbed=True) and _is_plain(scale, padded) and is_own(policy):
+        return traced(_attend_by, policy.config, scale, padded)(state, queries)
+    return _attend(policy, state, queries, scale=scale, padded=padded)
+
+
+def _is_plain(scale: Any, padded: Any) -> bool:
+    return (scale is None or type(scale) in (int, float)) and isinstance(padded, bool)
+
+
+def _attend_by(config: Retention, scale: float | None, padded: bool, *arrays: Any) -> tuple[mx.array, Any]:
+    return _attend(module_of(config).policy(config), *arrays, scale=scale, padded=padded)
+
+
+def _attend(policy: Policy[S], state: S, queries: mx.array, *, scale: float | None, padded: bool) -> tuple[mx.array, S]:
     config, (rows, count) = policy.config, state.slots.arrived.shape
     checks.array("queries", queries, "[N, G, S, D]", (rows, None, count, state.slots.keys.shape[2]))
     checks.floating("queries", queries.dtype)
@@ -127,6 +142,27 @@ def step(
     >>> output.shape, state.slots.positions.shape
     ((2, 1, 20, 4), (2, 9))
     """
+    steady = is_steady(policy.config, state, keys, values, queries, valid, absorbed=False)
+    if steady and _is_plain(scale, padded) and is_own(policy):
+        return traced(_step_by, policy.config, scale, padded)(state, keys, values, queries, valid)
+    return _step(policy, state, keys, values, queries, valid, scale=scale, padded=padded)
+
+
+def _step_by(config: Retention, scale: float | None, padded: bool, *arrays: Any) -> tuple[mx.array, Any]:
+    return _step(module_of(config).policy(config), *arrays, scale=scale, padded=padded)
+
+
+def _step(
+    policy: Policy[S],
+    state: S,
+    keys: mx.array,
+    values: mx.array,
+    queries: mx.array,
+    valid: mx.array | None,
+    *,
+    scale: float | None,
+    padded: bool,
+) -> tuple[mx.array, S]:
     absorb, evict = (getattr(function, "func", function) for function in (policy.absorb, policy.evict))
     ranking, entries = ranking_of(policy.config, evict), entries_of(policy.config, absorb)
     if ranking is not None and entries is not None:
@@ -135,4 +171,4 @@ def step(
         if made is not None and made[0] is not None:
             return made[0], made[1]
     absorbed = policy.absorb(state, keys, values, valid=valid)
-    return attend(policy, absorbed, queries, scale=scale, padded=padded or valid is not None)
+    return _attend(policy, absorbed, queries, scale=scale, padded=padded or valid is not None)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from veloxfn import reading
 from veloxfn.base import Policy, Retention, State
 
-__all__ = ["attended_of", "bind", "entries_of", "module_of", "ranking_of"]
+__all__ = ["attended_of", "bind", "entries_of", "is_own", "module_of", "ranking_of"]
 
 S = TypeVar("S", bound=State)
 Pair = tuple[mx.array, mx.array]
@@ -59,6 +59,16 @@ def module_of(config: Retention) -> ModuleType:
     if module is None or getattr(module, "Config", None) is not type(config) or not hasattr(module, "policy"):
         raise TypeError(f"{type(config).__module__}.{type(config).__qualname__} is the Config of no method module")
     return module
+
+
+def is_own(policy: Policy[Any]) -> bool:
+    """Whether the policy's functions are as veloxfn's module of its config binds them."""
+    module = sys.modules.get(type(policy.config).__module__)
+    if module is None or not module.__name__.startswith("veloxfn."):
+        return False
+    bound = {"absorb": policy.absorb, "evict": policy.evict}
+    candidates = getattr(policy.candidates, "func", None) is reading.candidates
+    return candidates and all(getattr(one, "func", one) is getattr(module, name, None) for name, one in bound.items())
 
 
 def ranking_of(config: Retention, evict: Callable[..., Any] | None = None) -> Callable[..., Any] | None:

@@ -38,6 +38,7 @@ from veloxfn.disposal import merge
 from veloxfn.h2o import State, absorb, init_state
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by_query
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -89,6 +90,7 @@ class Config(h2o.Config):
             )
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Add the block's attention to the masses, then free the weakest slots, their values merged into survivors.
 
@@ -129,6 +131,7 @@ def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     return how._replace(dispose=merge(config)) if config.merges_losers else how
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,

@@ -20,6 +20,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by_query
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -109,6 +110,7 @@ def init_state(
     return State(slots=base, mass=mx.zeros(base.positions.shape, mx.float32))
 
 
+@steady
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
     """Write a block; nothing is lost until `evict`.
 
@@ -129,6 +131,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
     return state
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Add the block's attention to the masses, then free the weakest slots until the budget holds.
 
@@ -194,6 +197,7 @@ def _counted(config: Config, base: Slots) -> mx.array | None:
     return base.seen - 1 if config.query_source == "key_proxy" else base.seen
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,

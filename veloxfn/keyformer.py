@@ -33,6 +33,7 @@ from veloxfn.ops.constants import Schedule, numbers
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by_query
 from veloxfn.slots import arrival_positions
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -163,6 +164,7 @@ def temperature(config: Config, t: mx.array) -> mx.array:
     return schedule_of(config)._replace(start=0).at(t)
 
 
+@steady
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
     """Write a block, with a draw for each token; nothing is lost until `evict`.
 
@@ -183,6 +185,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
     return state
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Add the block's attention to the masses, then free the weakest slots until the budget holds.
 
@@ -259,6 +262,7 @@ def schedule_of(config: Config) -> Schedule:
     return Schedule(*config.temperatures, config.anneal_steps, config.anneal_from)
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,

@@ -24,6 +24,7 @@ from veloxfn.binding import bind
 from veloxfn.ops import KeyNorm
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, loss_of, retire_by
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -94,6 +95,7 @@ def init_state(
     return State(slots=base, norms=mx.zeros(base.positions.shape, mx.float32))
 
 
+@steady
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
     """Write a block with its norms; nothing is lost until `evict`.
 
@@ -111,6 +113,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
     return slots.extend(state, keys, values, valid, budget=config.budget, fresh=entries(config, state, keys))
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Free the slots of the least important norms until the budget holds.
 
@@ -139,6 +142,7 @@ def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     return Ranking("norms", attended=False, keep_low=config.keep == "low")
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,

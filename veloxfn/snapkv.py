@@ -28,6 +28,7 @@ from veloxfn.evidence import attention_mass, attention_of_last
 from veloxfn.ops.window_step import observed, pooled
 from veloxfn.reading import get_kv
 from veloxfn.retention import freed, retire, steps
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -111,6 +112,7 @@ def init_state(
     return State(slots=base, window=mx.zeros((rows, config.recent_rows, 0), mx.float32))
 
 
+@steady
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
     """Write a block; nothing is lost until `evict`.
 
@@ -132,6 +134,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
     return state._replace(window=mx.pad(state.window, [(0, 0), (0, 0), (0, missing)])) if missing else state
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Note the attention of the block's last queries, then free the weakest slots until the budget holds.
 
@@ -205,6 +208,7 @@ def _retired(config: Config, state: State, window: mx.array) -> State:
     return retire(state, importance, config)
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,

@@ -20,6 +20,7 @@ from veloxfn.base import Policy, Retention, Slots
 from veloxfn.binding import bind
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, loss_of, retire_by
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -73,6 +74,7 @@ def init_state(
     return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement))
 
 
+@steady
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
     """Write a block; nothing is lost until `evict`.
 
@@ -90,6 +92,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
     return slots.extend(state, keys, values, valid, budget=config.budget)
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Free the oldest slots behind the sinks until the budget holds.
 
@@ -118,6 +121,7 @@ def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     return Ranking(None, attended=False)
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,

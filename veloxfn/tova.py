@@ -21,6 +21,7 @@ from veloxfn.binding import bind
 from veloxfn.evidence import attention_of_last
 from veloxfn.reading import get_kv
 from veloxfn.retention import Ranking, retire_by, retire_by_query
+from veloxfn.steady import steady
 
 __all__ = ["Config", "State", "init_state", "absorb", "evict", "update_batched", "get_kv", "policy"]
 
@@ -93,6 +94,7 @@ def init_state(
     return State(slots=slots.empty(config.budget, rows, key_dim, value_dim, dtype, streams, placement=config.placement))
 
 
+@steady
 def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, valid: mx.array | None = None) -> State:
     """Write a block; nothing is lost until `evict`.
 
@@ -113,6 +115,7 @@ def absorb(config: Config, state: State, keys: mx.array, values: mx.array, *, va
     return state
 
 
+@steady
 def evict(config: Config, state: State, *, queries: mx.array | None = None, attention: mx.array | None = None) -> State:
     """Free the slots that the last query attends to least until the budget holds.
 
@@ -161,6 +164,7 @@ def ranking(config: Config, state: State, heads: int = 1) -> Ranking:
     return Ranking(None)
 
 
+@steady
 def update_batched(
     config: Config,
     state: State,
