@@ -1,5 +1,6 @@
 """One token into a full cache, called as it is: traced once, and what is kept is what the plain call keeps."""
 
+import threading
 from functools import lru_cache
 
 import mlx.core as mx
@@ -205,6 +206,32 @@ def test_pyramids_trace_their_scorer(traces):
     keys, values, _, evidence = token(policy, 100)
     policy.update_batched(state, keys, values, **evidence)
     assert not traces
+
+
+def test_threads_have_traces_of_their_own(tracing):
+    """MLX's streams belong to a thread."""
+    policy, found = knorm.policy(knorm.Config(budget=8)), []
+
+    def work():
+        state = full(policy)
+        found.append(state.slots.positions.tolist())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [full(policy).slots.positions.tolist()] * 4
+
+
+def test_values_without_elements_are_not_traced(traces):
+    """MLX's CUDA back end divides by the size of what a trace fuses."""
+    policy = knorm.policy(knorm.Config(budget=2, sink=0))
+    state = policy.init_state(1, 4, 0)
+    for _ in range(5):
+        state = policy.update_batched(state, mx.ones((1, 1, 4), mx.float16), mx.ones((1, 1, 0), mx.float16))
+    assert not traces
+    assert veloxfn.tokens_kept(state).tolist() == [2]
 
 
 def test_nothing_else_is_traced(traces):
